@@ -1,0 +1,53 @@
+"""`GemmConfig`: how to compute a problem. Frozen, printable, hashable; every field has a CUTLASS meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One choice of kernel.
+
+    Attributes:
+        family: the template family: "sm90", "sm80" or "sm100".
+        tile_shape: CTA tile (m, n, k) in elements.
+        cluster_shape: CTAs per cluster (m, n); (1, 1) outside sm90 and sm100.
+        kernel_schedule: "cooperative" or "pingpong" (sm90), "multistage" (sm80), "auto" (sm100).
+        epilogue_tile: sub-tile (m, n) that the epilogue walks; None lets CUTLASS choose (sm90).
+        stages: shared-memory buffers of the mainloop; None takes as many as fit (sm90, sm100).
+        warp_shape: warp tile (m, n, k); sm80 only.
+        scheduler: "persistent" or "stream_k"; sm80 uses "stream_k" for split-K.
+        swizzle: log-free maximal swizzle of the tile order (1, 2, 4, 8). Run-time value.
+        raster: tile order: "heuristic", "M" or "N". Run-time value.
+        split_k: slices of K, 1 for none. Run-time value.
+    """
+
+    family: str
+    tile_shape: tuple[int, int, int]
+    cluster_shape: tuple[int, int] = (1, 1)
+    kernel_schedule: str = "cooperative"
+    epilogue_tile: tuple[int, int] | None = None
+    stages: int | None = None
+    warp_shape: tuple[int, int, int] | None = None
+    scheduler: str = "persistent"
+    swizzle: int = 1
+    raster: str = "heuristic"
+    split_k: int = 1
+
+    def compiled(self) -> GemmConfig:
+        """This config with the run-time values at their defaults: what a skeleton is compiled for."""
+        return replace(self, swizzle=1, raster="heuristic", split_k=1)
+
+    @property
+    def label(self) -> str:
+        """A short readable name, such as `sm90_128x256x64_2x1_cooperative_e64x64`."""
+        parts = [self.family, "x".join(map(str, self.tile_shape)), "x".join(map(str, self.cluster_shape))]
+        parts.append(self.kernel_schedule)
+        if self.epilogue_tile:
+            parts.append("e" + "x".join(map(str, self.epilogue_tile)))
+        if self.stages:
+            parts.append(f"s{self.stages}")
+        if self.scheduler != "persistent":
+            parts.append(self.scheduler)
+        return "_".join(parts)
