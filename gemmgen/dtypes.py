@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from gemmgen.errors import UnsupportedOp
+
 
 class DType(enum.Enum):
     """An element type. `text` is the name in the printed IR, `cutlass` the C++ type in templates."""
@@ -37,3 +39,32 @@ class DType(enum.Enum):
 
     def __repr__(self) -> str:
         return self.text
+
+
+TORCH_NAMES: dict[str, DType] = {
+    "torch.float64": DType.F64,
+    "torch.float32": DType.F32,
+    "torch.bfloat16": DType.BF16,
+    "torch.float16": DType.F16,
+    "torch.float8_e4m3fn": DType.E4M3,
+    "torch.float8_e5m2": DType.E5M2,
+    "torch.int8": DType.I8,
+    "torch.int32": DType.I32,
+    "torch.bool": DType.BOOL,
+}
+
+
+def dtype_of(dtype: object) -> DType:
+    """The `DType` that a `torch.dtype` (or a `DType`) means.
+
+    Raises:
+        UnsupportedOp: gemmgen has no such element type.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    try:
+        return TORCH_NAMES[str(dtype)]
+    except KeyError:
+        raise UnsupportedOp(
+            f"gemmgen has no element type for {dtype}\n  It knows {', '.join(TORCH_NAMES)}. Cast the tensor first."
+        ) from None

@@ -1,0 +1,177 @@
+"""Builders: the only way to make nodes. They fix dtype and axes; user code, autodiff and simplify all use them.
+
+Arithmetic is in fp32: an integer or boolean argument is converted on first use.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gemmgen.dtypes import DType
+from gemmgen.ir.node import Axes, Node, Op, make
+
+Number = int | float
+
+
+def accum(dtype: DType = DType.F32) -> Node:
+    return make(Op.ACCUM, dtype=dtype)
+
+
+def load(name: str, axes: Axes) -> Node:
+    return make(Op.LOAD, attr=name, axes=axes)
+
+
+def const(value: Number) -> Node:
+    return make(Op.CONST, attr=float(value), axes=Axes.SCALAR)
+
+
+def row_index() -> Node:
+    return make(Op.ROW_INDEX, dtype=DType.I32, axes=Axes.COL)
+
+
+def col_index() -> Node:
+    return make(Op.COL_INDEX, dtype=DType.I32, axes=Axes.ROW)
+
+
+def cast(x: Node, dtype: DType) -> Node:
+    """`x` as `dtype`; itself if it is that already."""
+    return x if x.dtype is dtype else explicit_cast(x, dtype)
+
+
+def explicit_cast(x: Node, dtype: DType) -> Node:
+    """A cast that stays visible even where it changes nothing, since a result takes its dtype from it."""
+    return make(Op.CAST, x, attr=dtype, dtype=dtype, axes=x.axes)
+
+
+def _f32(x: Node) -> Node:
+    return cast(x, DType.F32)
+
+
+def _joined(*args: Node) -> Axes:
+    axes = Axes.SCALAR
+    for arg in args:
+        axes |= arg.axes
+    return axes
+
+
+def _arithmetic(op: Op, *args: Node) -> Node:
+    converted = tuple(_f32(arg) for arg in args)
+    return make(op, *converted, axes=_joined(*converted))
+
+
+def unary(op: Op, x: Node) -> Node:
+    """`op` of one argument in fp32."""
+    return _arithmetic(op, x)
+
+
+def binary(op: Op, lhs: Node, rhs: Node) -> Node:
+    """`op` of two arguments in fp32, broadcast against each other."""
+    return _arithmetic(op, lhs, rhs)
+
+
+def add(lhs: Node, rhs: Node) -> Node:
+    return binary(Op.ADD, lhs, rhs)
+
+
+def sub(lhs: Node, rhs: Node) -> Node:
+    return binary(Op.SUB, lhs, rhs)
+
+
+def mul(lhs: Node, rhs: Node) -> Node:
+    return binary(Op.MUL, lhs, rhs)
+
+
+def div(lhs: Node, rhs: Node) -> Node:
+    return binary(Op.DIV, lhs, rhs)
+
+
+def neg(x: Node) -> Node:
+    return unary(Op.NEG, x)
+
+
+def power(base: Node, exponent: Node) -> Node:
+    """`base ** exponent`; the exponents 0.5, 1, 2, 3, -1 and -0.5 become cheaper exact forms."""
+    if exponent.op is Op.CONST and exponent.attr in _POWERS:
+        return _POWERS[exponent.attr](_f32(base))
+    return binary(Op.POW, base, exponent)
+
+
+_POWERS = {
+    1.0: lambda x: x,
+    2.0: lambda x: mul(x, x),
+    3.0: lambda x: mul(mul(x, x), x),
+    -1.0: lambda x: div(const(1), x),
+}
+
+
+def clamp(x: Node, low: Number | None, high: Number | None) -> Node:
+    x = _f32(x)
+    bounds = tuple(None if bound is None else float(bound) for bound in (low, high))
+    return make(Op.CLAMP, x, attr=(bounds[0], bounds[1]), axes=x.axes)
+
+
+def compare(op: Op, lhs: Node, rhs: Node) -> Node:
+    """A boolean. Two integers (or an integer and a whole number) are compared as integers, else as fp32."""
+    if not (_is_whole(lhs) and _is_whole(rhs)):
+        lhs, rhs = _f32(lhs), _f32(rhs)
+    return make(op, lhs, rhs, dtype=DType.BOOL, axes=_joined(lhs, rhs))
+
+
+def _is_whole(x: Node) -> bool:
+    if x.op is Op.CONST:
+        return isinstance(x.attr, float) and math.isfinite(x.attr) and x.attr == int(x.attr) and abs(x.attr) < 2**31
+    return x.dtype.is_integer
+
+
+def where(condition: Node, x: Node, y: Node) -> Node:
+    if condition.dtype is not DType.BOOL:
+        condition = compare(Op.NE, condition, const(0))
+    x, y = _f32(x), _f32(y)
+    return make(Op.WHERE, condition, x, y, axes=_joined(condition, x, y))
+
+
+_REMOVED = {"M": Axes.COL, "N": Axes.ROW, "MN": Axes.TILE}
+
+
+def reduce(op: Op, x: Node, over: str) -> Node:
+    """`x` reduced over the axes named by `over` ("M", "N" or "MN"). Axes that x lacks are broadcast first."""
+    x = _f32(x)
+    return make(op, x, attr=over, axes=Axes.TILE & ~_REMOVED[over])
+
+
+# Activations composed of primitives, with the formulas of torch.nn.functional.
+
+
+def silu(x: Node) -> Node:
+    return mul(x, unary(Op.SIGMOID, x))
+
+
+def gelu(x: Node) -> Node:
+    return mul(mul(const(0.5), x), add(const(1), unary(Op.ERF, mul(x, const(math.sqrt(0.5))))))
+
+
+def gelu_tanh(x: Node) -> Node:
+    # c * x * (1 + 0.044715 x^2) keeps the argument's sign when x^2 overflows
+    inner = mul(mul(x, const(math.sqrt(2 / math.pi))), add(const(1), mul(const(0.044715), mul(x, x))))
+    return mul(mul(const(0.5), x), add(const(1), unary(Op.TANH, inner)))
+
+
+def quick_gelu(x: Node) -> Node:
+    return mul(x, unary(Op.SIGMOID, mul(const(1.702), x)))
+
+
+def leaky_relu(x: Node, slope: Number = 0.01) -> Node:
+    return where(compare(Op.GT, x, const(0)), x, mul(x, const(slope)))
+
+
+def relu_squared(x: Node) -> Node:
+    positive = unary(Op.RELU, x)
+    return mul(positive, positive)
+
+
+def mish(x: Node) -> Node:
+    return mul(x, unary(Op.TANH, unary(Op.SOFTPLUS, x)))
+
+
+def hardswish(x: Node) -> Node:
+    return mul(x, mul(clamp(add(x, const(3)), 0, 6), const(1 / 6)))
