@@ -1,7 +1,13 @@
 // The flat C ABI between a compiled launcher and gemmgen/jit/load.py. Change kAbiVersion with any change here.
-#pragma once
+#ifndef GEMMGEN_ABI_H
+#define GEMMGEN_ABI_H
+#ifdef __CUDACC_RTC__  // NVRTC compiles without headers
+using int32_t = int;
+using int64_t = long long;
+#else
 #include <cstddef>
 #include <cstdint>
+#endif
 
 namespace gemmgen {
 
@@ -53,3 +59,4 @@ struct Args {
 //   int     gemmgen_partial_count(gemmgen::Args const*, int);  P of reduction output i
 //   int     gemmgen_run(CUfunction, gemmgen::Args const*, void* workspace, CUstream);
 //           0, a positive CUresult, or -1 when the kernel cannot run these arguments
+#endif  // GEMMGEN_ABI_H
