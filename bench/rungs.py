@@ -1,0 +1,156 @@
+"""The ladder: every way to compute a case that is timed beside gemmgen.
+
+A rung is prepared for a case and a shape. Where it cannot run it raises `Unavailable` with the reason, which
+is reported in its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bench.cases import Case, Outputs
+from bench.shapes import Shape
+
+
+class Unavailable(Exception):
+    """A rung cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`function(A, B, **operands)` computes the case; `note()`, read after its first call, says how."""
+
+    function: Callable[..., object]
+    note: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to compute a case.
+
+    Attributes:
+        name: in `--rungs` and in the JSON lines.
+        label: in tables.
+        prepare: raises `Unavailable` where the rung cannot run.
+        is_whole: whether it computes the case, and not the bare product alone.
+    """
+
+    name: str
+    label: str
+    prepare: Callable[[Case, Shape], Prepared]
+    is_whole: bool = True
+
+
+def _gemmgen(case: Case, shape: Shape) -> Prepared:
+    from bench import gemmgen_api
+
+    return Prepared(gemmgen_api.gemm(case))
+
+
+def _eager(case: Case, shape: Shape) -> Prepared:
+    _require_product(case, shape)
+    return Prepared(case.eager)
+
+
+def _compiled_tail(case: Case, shape: Shape) -> Prepared:
+    _require_product(case, shape)
+    _require_triton()
+    tail = torch.compile(case.tail, dynamic=False, fullgraph=True)
+
+    def product_then_tail(
+        A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor
+    ) -> Outputs:
+        return tail(case.matmul(A, B, **operands), **operands)
+
+    before = _kernels_generated()
+    return Prepared(
+        product_then_tail,
+        lambda: f"product + {_kernels_generated() - before} compiled kernel(s)",
+    )
+
+
+def _cublaslt(case: Case, shape: Shape) -> Prepared:
+    if isinstance(case.cublaslt, str):
+        raise Unavailable(case.cublaslt)
+    _require_product(case, shape)
+    return Prepared(case.cublaslt)
+
+
+def _max_autotune(case: Case, shape: Shape) -> Prepared:
+    """The whole function. Without CUDA graphs: those would hide launch cost from this rung alone, and copy inputs."""
+    _require_product(case, shape)
+    _require_triton()
+    _silence_autotune_tables()
+
+    def whole(A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor) -> Outputs:
+        return case.tail(case.matmul(A, B, **operands), **operands)
+
+    compiled = torch.compile(
+        whole, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
+    )
+    before = _kernels_generated()
+    return Prepared(
+        compiled, lambda: f"{_kernels_generated() - before} generated kernel(s)"
+    )
+
+
+def _triton(case: Case, shape: Shape) -> Prepared:
+    _require_triton()
+    from bench import triton_rung
+
+    function, chosen = triton_rung.fused(case.name)
+    return Prepared(function, chosen)
+
+
+def _bare(case: Case, shape: Shape) -> Prepared:
+    _require_product(case, shape)
+    return Prepared(case.matmul)
+
+
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("gemmgen", "gemmgen", _gemmgen),
+        Rung("eager", "cuBLAS + eager", _eager),
+        Rung("compiled_tail", "cuBLAS + compiled tail", _compiled_tail),
+        Rung("cublaslt", "cuBLASLt epilogue", _cublaslt),
+        Rung("max_autotune", "torch.compile max-autotune", _max_autotune),
+        Rung("triton", "Triton", _triton),
+        Rung("bare", "bare product", _bare, is_whole=False),
+    )
+}
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _require_triton() -> None:
+    if not has_triton():
+        raise Unavailable("Triton is not installed")
+
+
+def _require_product(case: Case, shape: Shape) -> None:
+    if reason := case.matmul_reason(shape):
+        raise Unavailable(reason)
+
+
+def _kernels_generated() -> int:
+    from torch._inductor import metrics
+
+    return metrics.generated_kernel_count
+
+
+def _silence_autotune_tables() -> None:
+    from torch._inductor import select_algorithm
+
+    select_algorithm.PRINT_AUTOTUNE = False
+
+
+def forget_compilations() -> None:
+    """Drop Dynamo's caches, so that a new shape is a first compilation and not one of too many."""
+    torch._dynamo.reset()
