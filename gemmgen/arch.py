@@ -30,6 +30,11 @@ class Arch:
     smem_bytes: int
     sm_count: int
 
+    @property
+    def has_fp8_mma(self) -> bool:
+        """Whether `mma.sync` multiplies fp8; sm80 and sm86 do not."""
+        return self.capability >= (8, 9)
+
 
 ARCHS: dict[str, Arch] = {
     arch.name: arch
