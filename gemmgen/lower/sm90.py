@@ -1,0 +1,367 @@
+"""SM90: CUTLASS 3.x collectives (TMA, WGMMA, persistent kernels) around the functors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gemmgen.arch import Arch
+from gemmgen.config import GemmConfig
+from gemmgen.dtypes import DType
+from gemmgen.lower.evt import EvtTree, Functor, Operand, Visitor
+from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
+from gemmgen.templates import render
+
+TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
+MAX_CLUSTER_SIZE = 8  # portable
+MAX_ACCUMS_PER_THREAD = 192  # more leave too few registers for the epilogue: the kernel would spill
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A `kernel_schedule`: its CUTLASS tags, and how its warpgroups share a CTA tile.
+
+    Attributes:
+        mainloop, epilogue: CUTLASS schedule tags.
+        mainloop_header: the kernel layer's header.
+        threads: threads that hold one accumulator tile.
+        is_fast_accum: fp8 accumulates in the tensor core's own precision.
+    """
+
+    mainloop: str
+    epilogue: str
+    kernel_header: str
+    threads: int
+    is_fast_accum: bool = False
+
+    @property
+    def epilogue_m(self) -> int:
+        """Rows of an epilogue tile: 64 per warpgroup that works on it."""
+        return self.threads // 2
+
+
+_COOPERATIVE = ("TmaWarpSpecializedCooperative", "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp", 256)
+_PINGPONG = ("TmaWarpSpecialized", "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp", 128)
+
+SCHEDULES = {
+    "cooperative": Schedule("KernelTmaWarpSpecializedCooperative", *_COOPERATIVE),
+    "pingpong": Schedule("KernelTmaWarpSpecializedPingpong", *_PINGPONG),
+    "cooperative_fast_accum": Schedule("KernelTmaWarpSpecializedCooperativeFP8FastAccum", *_COOPERATIVE, True),
+    "pingpong_fast_accum": Schedule("KernelTmaWarpSpecializedPingpongFP8FastAccum", *_PINGPONG, True),
+}
+SCHEDULERS = {"persistent": "PersistentScheduler", "stream_k": "StreamKScheduler"}
+FP8 = (DType.E4M3, DType.E5M2)
+FLOATS_16_BIT = (DType.BF16, DType.F16)
+EPILOGUE_DTYPES = (DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8, DType.I32, DType.BOOL)
+REDUCERS = {Reduce.SUM: "gemmgen::Sum", Reduce.MAX: "gemmgen::Max", Reduce.MIN: "gemmgen::Min"}
+
+
+def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str:
+    """The CUDA text of the skeleton; compile it for `arch.target`, once plain and once with GEMMGEN_LAUNCHER.
+
+    `reject_reason(signature, config, arch)` must be None.
+    """
+    schedule = SCHEDULES[config.kernel_schedule]
+    evt = lower_to_evt(signature)
+    tile_m, tile_n, tile_k = config.tile_shape
+    return render(
+        "sm90.cu.jinja",
+        label=config.label,
+        summary=_summary(signature),
+        headers=(_mainloop_header(signature), schedule.kernel_header),
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        cluster_m=config.cluster_shape[0],
+        cluster_n=config.cluster_shape[1],
+        accum=signature.accum.cutlass,
+        epilogue_tile=_epilogue_tile(config),
+        epilogue_schedule=schedule.epilogue,
+        kernel_schedule=schedule.mainloop,
+        evt=evt,
+        a=_matrix(signature.a, "a", "x.m", "RowMajor", "ColumnMajor"),
+        b=_matrix(signature.b, "b", "x.n", "ColumnMajor", "RowMajor"),
+        stages=_stage_count(config),
+        scheduler=SCHEDULERS[config.scheduler],
+        scheduler_statements=("args.scheduler.splits = x.split_k;",) if config.scheduler == "stream_k" else (),
+        tma_tensors=_tma_tensors(signature),
+        partials=_partials(signature, config),
+    )
+
+
+def lower_to_evt(signature: Signature) -> EvtTree:
+    """The epilogue of `signature` as visitors: a load per input, a functor and a store per output."""
+    c_index, d_index = _c_index(signature), _d_index(signature)
+    return EvtTree(
+        c=Operand("void") if c_index < 0 else _tile_operand(signature.inputs[c_index], f"x.inputs[{c_index}]"),
+        d=Operand("void") if d_index < 0 else _tile_operand(signature.outputs[d_index], f"x.outputs[{d_index}]"),
+        d_index=d_index,
+        loads=tuple(_load(i, value, i == c_index) for i, value in enumerate(signature.inputs)),
+        functors=tuple(_functor(i, signature) for i in range(len(signature.outputs))),
+        stores=tuple(_store(i, value, i == d_index) for i, value in enumerate(signature.outputs)),
+    )
+
+
+# Legality
+
+
+def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    """Why `config` cannot run `signature` on `arch` with this family, or None when it can."""
+    if "sm90" not in arch.families or config.family != "sm90":
+        return f"the sm90 family does not run {config.family} configs on {arch.name}"
+    rules: tuple[Callable[[Signature, GemmConfig, Arch], str | None], ...] = (
+        _reject_mainloop,
+        _reject_alignment,
+        _reject_operands,
+        _reject_schedule,
+        _reject_tile,
+        _reject_epilogue_tile,
+        _reject_stages,
+    )
+    reasons = (rule(signature, config, arch) for rule in rules)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _reject_mainloop(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    a, b = signature.a.dtype, signature.b.dtype
+    if signature.math == "simt":
+        return "the sm90 family has tensor-core mainloops only"
+    if not (a is b or (a in FP8 and b in FP8)):
+        return f"no WGMMA multiplies {a.text} by {b.text}"
+    if a is DType.F32 and signature.math != "tf32":
+        return "f32 inputs run as tf32 only"
+    if a not in (*FLOATS_16_BIT, *FP8, DType.F32, DType.I8):
+        return f"no WGMMA takes {a.text} inputs"
+    if signature.accum is not (DType.I32 if a is DType.I8 else DType.F32):
+        return f"{a.text} inputs do not accumulate in {signature.accum.text}"
+    if a not in FLOATS_16_BIT and not (signature.a.k_major and signature.b.k_major):
+        return f"WGMMA takes {a.text} A and B with K contiguous only"
+    return None
+
+
+def _reject_alignment(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    for name, matrix in (("A", signature.a), ("B", signature.b)):
+        if matrix.alignment * matrix.dtype.bytes < TMA_BYTES:
+            return f"{name} is aligned to {matrix.alignment * matrix.dtype.bytes} bytes, TMA needs {TMA_BYTES}"
+    tiles = [value for value in (*signature.inputs, *signature.outputs) if _is_tile(value)]
+    if any(signature.tile_alignment * value.dtype.bytes < TMA_BYTES for value in tiles):
+        return f"the [M, N] operands are aligned to {signature.tile_alignment} elements, TMA needs {TMA_BYTES} bytes"
+    return None
+
+
+def _reject_operands(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    for value in (*signature.inputs, *signature.outputs):
+        if value.dtype not in EPILOGUE_DTYPES:
+            return f"the epilogue cannot hold {value.dtype.text} operands"
+    if not signature.outputs:
+        return "there is no output"
+    return None
+
+
+def _reject_schedule(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    schedule = SCHEDULES.get(config.kernel_schedule)
+    if schedule is None:
+        return f"unknown kernel_schedule {config.kernel_schedule!r}; sm90 has {', '.join(SCHEDULES)}"
+    if schedule.is_fast_accum and signature.a.dtype not in FP8:
+        return "fast accumulation is for fp8 inputs"
+    if config.scheduler not in SCHEDULERS:
+        return f"unknown scheduler {config.scheduler!r}; sm90 has {', '.join(SCHEDULERS)}"
+    if config.scheduler == "stream_k" and schedule.threads != 256:
+        return "stream_k needs a cooperative kernel_schedule"
+    if config.split_k > 1 and config.scheduler != "stream_k":
+        return "split_k needs the stream_k scheduler"
+    return None
+
+
+def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    schedule = SCHEDULES[config.kernel_schedule]
+    m, n, k = config.tile_shape
+    cluster_m, cluster_n = config.cluster_shape
+    k_step = 32 // signature.a.dtype.bytes  # of one WGMMA
+    if m % schedule.epilogue_m or m > 256:
+        return f"tile_shape m = {m}: {config.kernel_schedule} takes multiples of {schedule.epilogue_m} up to 256"
+    if n % 16 or not 16 <= n <= 256:
+        return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
+    if k % k_step or k <= 0:
+        return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
+    if m * n > MAX_ACCUMS_PER_THREAD * schedule.threads:
+        return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
+    if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
+        return f"cluster_shape {config.cluster_shape}: powers of two, at most {MAX_CLUSTER_SIZE} CTAs"
+    return None
+
+
+def _reject_epilogue_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    if config.epilogue_tile is None:
+        return None
+    m, n = config.epilogue_tile
+    wanted_m = SCHEDULES[config.kernel_schedule].epilogue_m
+    if m != wanted_m:
+        return f"epilogue_tile m = {m}: the warpgroups of {config.kernel_schedule} share {wanted_m} rows"
+    if n % 16 or config.tile_shape[1] % n:
+        return f"epilogue_tile n = {n} is no multiple of 16 that divides the tile's {config.tile_shape[1]}"
+    return None
+
+
+def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    m, n, k = config.tile_shape
+    stage_bytes = k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes)
+    stages = 2 if config.stages is None else config.stages
+    if stages < 2:
+        return f"stages = {stages}: the pipeline needs at least 2"
+    if stages * stage_bytes > arch.smem_bytes:
+        return f"{stages} stages take {stages * stage_bytes} B of shared memory, {arch.name} has {arch.smem_bytes} B"
+    return None
+
+
+# Names in C++
+
+
+def element(dtype: DType) -> str:
+    """The C++ element type of an epilogue operand; bool tensors are bytes."""
+    return "uint8_t" if dtype is DType.BOOL else dtype.cutlass
+
+
+def _is_tile(value: Input | Output) -> bool:
+    return value.kind is Kind.TILE and getattr(value, "reduce", None) is None
+
+
+def _d_index(signature: Signature) -> int:
+    return next((i for i, output in enumerate(signature.outputs) if _is_tile(output)), -1)
+
+
+def _c_index(signature: Signature) -> int:
+    """The first TILE input goes through the collective's own C, which can share buffers with D."""
+    if _d_index(signature) < 0:
+        return -1
+    return next((i for i, value in enumerate(signature.inputs) if _is_tile(value)), -1)
+
+
+def _summary(signature: Signature) -> str:
+    inputs = ", ".join(f"{value.kind.value} {value.dtype.text}" for value in signature.inputs)
+    outputs = ", ".join(f"{_reduce_prefix(value)}{value.kind.value} {value.dtype.text}" for value in signature.outputs)
+    return f"{signature.a.dtype.text} x {signature.b.dtype.text}; ({inputs}) -> ({outputs})"
+
+
+def _reduce_prefix(output: Output) -> str:
+    return f"{output.reduce.value} to " if output.reduce else ""
+
+
+def _epilogue_tile(config: GemmConfig) -> str:
+    if config.epilogue_tile is None:
+        return "cutlass::epilogue::collective::EpilogueTileAuto"
+    m, n = config.epilogue_tile
+    return f"cute::Shape<cute::Int<{m}>, cute::Int<{n}>>"
+
+
+def _stage_count(config: GemmConfig) -> str:
+    if config.stages is not None:
+        return f"cutlass::gemm::collective::StageCount<{config.stages}>"
+    return "cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>"
+
+
+def _mainloop_header(signature: Signature) -> str:
+    fp8 = "_fp8" if signature.a.dtype in FP8 else ""
+    return f"cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized{fp8}.hpp"
+
+
+def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str) -> dict[str, object]:
+    ld = f"tma_stride(x.{name}.ld, {extent if matrix.k_major else 'x.k'})"
+    batch_stride = f"tma_stride(x.{name}.batch_stride, x.l)"
+    strides = (ld, "cute::_1{}", batch_stride) if matrix.k_major else ("cute::_1{}", ld, batch_stride)
+    return {
+        "element": matrix.dtype.cutlass,
+        "layout": k_major if matrix.k_major else mn_major,
+        "alignment": TMA_BYTES // matrix.dtype.bytes,
+        "stride": "{" + ", ".join(strides) + "}",
+    }
+
+
+def _tile_operand(value: Input | Output, where: str) -> Operand:
+    return Operand(
+        element(value.dtype),
+        f"{where}.ptr",
+        f"tma_stride({where}.row_stride, x.m)",
+        f"tma_stride({where}.batch_stride, x.l)",
+    )
+
+
+def _load(index: int, value: Input, is_c: bool) -> Visitor:
+    """Input `index` as a visitor."""
+    where, t = f"x.inputs[{index}]", element(value.dtype)
+    ptr = f"static_cast<{t} const*>({where}.ptr)"
+    zero, row, col = f"{t}(0)", "cute::_0{}, cute::_1{}", "cute::_1{}, cute::_0{}"
+    tile = f"tma_stride({where}.row_stride, x.m), cute::_1{{}}, tma_stride({where}.batch_stride, x.l)"
+    types = {
+        Kind.ROW: (f"gemmgen::RowLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{row}, {where}.batch_stride}}}}"),
+        Kind.COL: (f"gemmgen::ColLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{col}, {where}.batch_stride}}}}"),
+        Kind.SCALAR: (f"gemmgen::ScalarLoad<{t}>", f"{{{ptr}, {where}.batch_stride, {where}.value}}"),
+        Kind.TILE: (f"gemmgen::TileLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{tile}}}}}"),
+        Kind.ROW_INDEX: ("gemmgen::IndexLoad<0>", "{}"),
+        Kind.COL_INDEX: ("gemmgen::IndexLoad<1>", "{}"),
+    }
+    cpp_type, arguments = types[value.kind]
+    if is_c:
+        cpp_type, arguments = f"cutlass::epilogue::fusion::Sm90SrcFetch<{t}>", "{}"
+    comment = f"input {index}: {value.kind.value} {value.dtype.text}" + (", as C" if is_c else "")
+    return Visitor(f"Load{index}", cpp_type, comment, arguments)
+
+
+def _store(index: int, value: Output, is_d: bool) -> Visitor:
+    """Output `index` as a visitor."""
+    where, t = f"x.outputs[{index}]", element(value.dtype)
+    comment = f"output {index}: {_reduce_prefix(value)}{value.kind.value} {value.dtype.text}"
+    alias = f"Store{index}"
+    if is_d:
+        return Visitor(alias, "gemmgen::StoreD", f"{comment}, as D")
+    if value.reduce is not None:
+        node = "RowPartials" if value.kind is Kind.ROW else "ColPartials"
+        arguments = f"{{static_cast<float*>({where}.ptr), {where}.row_stride, {where}.batch_stride}}"
+        return Visitor(alias, f"gemmgen::{node}<Epi, {REDUCERS[value.reduce]}>", comment, arguments)
+    strides = f"{{tma_stride({where}.row_stride, x.m), cute::_1{{}}, tma_stride({where}.batch_stride, x.l)}}"
+    return Visitor(alias, f"gemmgen::TileStore<Epi, {t}>", comment, f"{{static_cast<{t}*>({where}.ptr), {strides}}}")
+
+
+def _functor(index: int, signature: Signature) -> Functor:
+    output = signature.outputs[index]
+    is_index = (Kind.ROW_INDEX, Kind.COL_INDEX)
+    parameters = ("int" if signature.accum is DType.I32 else "float",) + tuple(
+        "int" if value.kind in is_index else "float" for value in signature.inputs
+    )
+    value = "int" if output.dtype is DType.I32 and output.reduce is None else "float"
+    stored = "float" if output.reduce else element(output.dtype)
+    return Functor(f"gemmgen_functor_{index}", f"Functor{index}", value, parameters, stored)
+
+
+def _tma_tensors(signature: Signature) -> list[dict[str, str]]:
+    """Everything that TMA reads or writes, for the launcher's check."""
+    tensors = [
+        _tma_tensor("x.a", "ld", signature.a.dtype, "x.m" if signature.a.k_major else "x.k"),
+        _tma_tensor("x.b", "ld", signature.b.dtype, "x.n" if signature.b.k_major else "x.k"),
+    ]
+    for name, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        for i, value in enumerate(values):
+            if _is_tile(value):
+                tensors.append(_tma_tensor(f"x.{name}[{i}]", "row_stride", value.dtype, "x.m"))
+    return tensors
+
+
+def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, str]:
+    return {
+        "ptr": f"{where}.ptr",
+        "row_stride": f"{where}.{stride}",
+        "batch_stride": f"{where}.batch_stride",
+        "rows": rows,
+        "element": element(dtype),
+    }
+
+
+def _partials(signature: Signature, config: GemmConfig) -> list[dict[str, object]]:
+    """Per reduction output: how many CTA tiles lie along the mode that it reduces."""
+    tile_m, tile_n, _ = config.tile_shape
+    along = {Kind.ROW: ("x->m", tile_m), Kind.COL: ("x->n", tile_n)}
+    return [
+        {"output": i, "extent": along[output.kind][0], "tile": along[output.kind][1]}
+        for i, output in enumerate(signature.outputs)
+        if output.reduce is not None
+    ]

@@ -1,0 +1,66 @@
+// The parts of CUTLASS that an sm90 skeleton needs, and the epilogue's shape-dependent types.
+#pragma once
+#include <cute/tensor.hpp>
+#include <cutlass/cutlass.h>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
+#include <cutlass/gemm/kernel/gemm_universal_decl.h>
+#include <cutlass/gemm/kernel/tile_scheduler.hpp>
+
+#include "gemmgen/sm90_visitors.hpp"
+
+namespace gemmgen {
+
+using TileStride = cute::Stride<int64_t, cute::_1, int64_t>;  // (M,N,L), row-major
+
+template <class Element>
+constexpr int kTmaElements = 128 / cutlass::sizeof_bits<Element>::value;
+template <>
+inline constexpr int kTmaElements<void> = 1;
+
+// What the epilogue's nodes have to know of the collective around them.
+template <class TileShape_, class EpilogueTileOrAuto, class ElementC, class ElementD, class Schedule>
+struct EpilogueShape {
+  using TileShape = TileShape_;
+  using Descriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
+      TileShape, EpilogueTileOrAuto, ElementC, cute::conditional_t<cute::is_void_v<ElementD>, cutlass::bfloat16_t, ElementD>,
+      Schedule>;
+  static constexpr bool kIsCooperative = cutlass::epilogue::collective::detail::sm90_is_cooperative_v<Schedule>;
+  static constexpr int kWarps = kIsCooperative ? 8 : 4;  // that share one epilogue subtile
+
+  template <class ClusterShape, class ElementAccum, class Visitor>
+  using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTileOrAuto, ElementAccum,
+      float, ElementC, cutlass::layout::RowMajor, kTmaElements<ElementC>, ElementD, cutlass::layout::RowMajor,
+      kTmaElements<ElementD>, Schedule, Visitor>::CollectiveOp;
+};
+
+// A row vector [N] and a column vector [M], of any alignment.
+template <class Epi, class Element>
+using RowLoad = cutlass::epilogue::fusion::Sm90RowBroadcast<0, typename Epi::TileShape, Element, float,
+                                                            cute::Stride<cute::_0, cute::_1, int64_t>, 1, false>;
+template <class Epi, class Element>
+using ColLoad = cutlass::epilogue::fusion::Sm90ColBroadcast<0, typename Epi::TileShape, Element, float,
+                                                            cute::Stride<cute::_1, cute::_0, int64_t>, 1, false>;
+
+// Tiles beside C and D, by TMA.
+template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxLoadDescriptor<
+                                        typename Epi::Descriptor, TileStride, Element>>
+using TileLoad =
+    cutlass::epilogue::fusion::Sm90AuxLoad<Aux::Stages, typename Aux::EpilogueTile, Element, TileStride,
+                                           typename Aux::SmemLayoutAtom, typename Aux::CopyOpS2R, kTmaElements<Element>,
+                                           false>;
+template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxStoreDescriptor<
+                                        typename Epi::Descriptor, TileStride, Element>>
+using TileStore =
+    cutlass::epilogue::fusion::Sm90AuxStore<Aux::Stages, typename Aux::EpilogueTile, Element,
+                                            cutlass::FloatRoundStyle::round_to_nearest, TileStride,
+                                            typename Aux::SmemLayoutAtom, typename Aux::CopyOpR2S,
+                                            kTmaElements<Element>, false>;
+
+template <class Epi, class Op>
+using RowPartials = RowReduction<Op, typename Epi::TileShape, Epi::kWarps>;
+template <class Epi, class Op>
+using ColPartials = ColReduction<Op, typename Epi::TileShape>;
+
+}  // namespace gemmgen
