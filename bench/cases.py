@@ -34,10 +34,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return sum(
-            t.numel() * t.element_size()
-            for t in (self.A, self.B, *self.operands.values())
-        )
+        return sum(t.numel() * t.element_size() for t in (self.A, self.B, *self.operands.values()))
 
 
 @dataclass(frozen=True)
@@ -81,21 +78,15 @@ def bias_silu(accum: Tensor, bias: Tensor) -> Outputs:
     return (F.silu(accum + bias),)
 
 
-def scale_bias_gelu_residual(
-    accum: Tensor, scale: Tensor, bias: Tensor, residual: Tensor
-) -> Outputs:
+def scale_bias_gelu_residual(accum: Tensor, scale: Tensor, bias: Tensor, residual: Tensor) -> Outputs:
     return (F.gelu(accum * scale + bias) + residual,)
 
 
-def int8_dequant_bias(
-    accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor
-) -> Outputs:
+def int8_dequant_bias(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
     return (accum * scale_a[:, None] * scale_b + bias,)
 
 
-def fp8_dequant_bias_gelu_tanh(
-    accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor
-) -> Outputs:
+def fp8_dequant_bias_gelu_tanh(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
     return bias_gelu_tanh(accum * scale_a[:, None] * scale_b, bias)
 
 
@@ -115,18 +106,12 @@ def int_mm(A: Tensor, B: Tensor, **_: Tensor) -> Tensor:
     return torch._int_mm(A, B)
 
 
-def scaled_mm(
-    A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def scaled_mm(A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Row and column scales are part of the product here, because torch has no fp8 product without scales."""
-    return torch._scaled_mm(
-        A, B, scale_a[:, None], scale_b[None, :], bias=bias, out_dtype=OUT_DTYPE
-    )
+    return torch._scaled_mm(A, B, scale_a[:, None], scale_b[None, :], bias=bias, out_dtype=OUT_DTYPE)
 
 
-def scaled_mm_without_bias(
-    A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Tensor
-) -> Tensor:
+def scaled_mm_without_bias(A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Tensor) -> Tensor:
     return scaled_mm(A, B, scale_a, scale_b)
 
 
@@ -165,9 +150,7 @@ def eager_int8_dequant_bias(A: Tensor, B: Tensor, **operands: Tensor) -> Outputs
     return rounded_int8_dequant_bias(int_mm(A, B), **operands)
 
 
-def eager_fp8_dequant_bias_gelu_tanh(
-    A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor
-) -> Outputs:
+def eager_fp8_dequant_bias_gelu_tanh(A: Tensor, B: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
     return bias_gelu_tanh(scaled_mm(A, B, scale_a, scale_b), bias)
 
 
@@ -185,9 +168,7 @@ def rounded_int8_dequant_bias(accum: Tensor, **operands: Tensor) -> Outputs:
 
 
 def cublaslt_bias_gelu_tanh(A: Tensor, B: Tensor, bias: Tensor) -> Outputs:
-    return (
-        torch._addmm_activation(bias, A, B, use_gelu=True),
-    )  # on CUDA this is the tanh form
+    return (torch._addmm_activation(bias, A, B, use_gelu=True),)  # on CUDA this is the tanh form
 
 
 def cublaslt_fp8_dequant_bias_gelu_tanh(
@@ -270,9 +251,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def draw_inputs(
-    case: Case, shape: Shape, device: str = "cuda", seed: int = 0
-) -> Inputs:
+def draw_inputs(case: Case, shape: Shape, device: str = "cuda", seed: int = 0) -> Inputs:
     """Fresh inputs uniform in [-1, 1]; 8-bit A and B are quantised from that, and their scales undo it."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
@@ -280,23 +259,13 @@ def draw_inputs(
         return torch.rand(extents, device=device, generator=generator).mul_(2).sub_(1)
 
     def operand(name: str, axis: str) -> Tensor:
-        extents = {"row": (shape.N,), "col": (shape.M,), "tile": (shape.M, shape.N)}[
-            axis
-        ]
+        extents = {"row": (shape.N,), "col": (shape.M,), "tile": (shape.M, shape.N)}[axis]
         is_dequantiser = name.startswith("scale_")
-        return (
-            _dequantising(uniform(*extents), case.dtype)
-            if is_dequantiser
-            else uniform(*extents).to(OUT_DTYPE)
-        )
+        return _dequantising(uniform(*extents), case.dtype) if is_dequantiser else uniform(*extents).to(OUT_DTYPE)
 
     A = _quantised(uniform(shape.M, shape.K), case.dtype)
     weight = _quantised(uniform(shape.N, shape.K), case.dtype)
-    return Inputs(
-        A,
-        weight.t(),
-        {name: operand(name, axis) for name, axis in case.operands.items()},
-    )
+    return Inputs(A, weight.t(), {name: operand(name, axis) for name, axis in case.operands.items()})
 
 
 def _quantised(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -312,6 +281,4 @@ def _dequantising(x: Tensor, dtype: torch.dtype) -> Tensor:
 def reference(case: Case, inputs: Inputs) -> Outputs:
     """The outputs in float64, accumulated in float64."""
     accum = inputs.A.double() @ inputs.B.double()
-    return case.function(
-        accum, **{name: operand.double() for name, operand in inputs.operands.items()}
-    )
+    return case.function(accum, **{name: operand.double() for name, operand in inputs.operands.items()})

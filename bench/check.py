@@ -24,10 +24,7 @@ class Error:
 
     def exceeds(self, torch_error: Error) -> bool:
         """Whether this is too large beside `torch_error`; NaN is."""
-        within = (
-            self.relative <= MARGIN * torch_error.relative
-            and self.largest <= ELEMENT_MARGIN * torch_error.largest
-        )
+        within = self.relative <= MARGIN * torch_error.relative and self.largest <= ELEMENT_MARGIN * torch_error.largest
         return not within
 
 
@@ -58,25 +55,16 @@ def errors(outputs: Outputs, expected: Outputs) -> tuple[Error, ...]:
     Raises:
         ValueError: number or shape of the outputs differ from what is expected.
     """
-    shapes, wanted = (
-        [tuple(x.shape) for x in outputs],
-        [tuple(x.shape) for x in expected],
-    )
+    shapes, wanted = ([tuple(x.shape) for x in outputs], [tuple(x.shape) for x in expected])
     if shapes != wanted:
         raise ValueError(f"outputs have shapes {shapes}, expected {wanted}")
-    return tuple(
-        _error(output, reference)
-        for output, reference in zip(outputs, expected, strict=True)
-    )
+    return tuple(_error(output, reference) for output, reference in zip(outputs, expected, strict=True))
 
 
 def _error(output: Tensor, reference: Tensor) -> Error:
     difference = output.double().sub_(reference)
     norm = torch.linalg.vector_norm
-    return Error(
-        (norm(difference) / norm(reference)).item(),
-        norm(difference, float("inf")).item(),
-    )
+    return Error((norm(difference) / norm(reference)).item(), norm(difference, float("inf")).item())
 
 
 def torch_errors(case: Case, inputs: Inputs, expected: Outputs) -> tuple[Error, ...]:

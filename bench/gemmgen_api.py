@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gemmgen as gg
-from bench.cases import Case, draw_inputs
+from bench.cases import Case, Inputs, draw_inputs
 from bench.epilogues import EPILOGUES
 from bench.shapes import Shape
 
@@ -14,5 +14,8 @@ def gemm(case: Case) -> gg.Gemm:
 
 def build(case: Case, shape: Shape, arch: str) -> None:
     """Compile, or find in the cache, the kernel that `case` takes at `shape`; needs no GPU."""
-    inputs = draw_inputs(case, shape, device="meta")
-    gemm(case).build(inputs.A, inputs.B, arch=arch, **inputs.operands)
+    build_op(gemm(case), draw_inputs(case, shape, device="meta"), arch)
+
+
+def build_op(op: gg.Gemm, inputs: Inputs, arch: str) -> None:
+    op.build(inputs.A, inputs.B, arch=arch, **inputs.operands)

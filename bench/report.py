@@ -13,7 +13,6 @@ from bench.rungs import RUNGS
 
 ABSENT = "-"
 SELF = "gemmgen"
-UNFUSED = "compiled_tail"
 
 Problem = tuple[str, int, int, int]
 Rows = dict[str, Row]

@@ -61,16 +61,11 @@ def _compiled_tail(case: Case, shape: Shape) -> Prepared:
     _require_triton()
     tail = torch.compile(case.tail, dynamic=False, fullgraph=True)
 
-    def product_then_tail(
-        A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor
-    ) -> Outputs:
+    def product_then_tail(A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor) -> Outputs:
         return tail(case.matmul(A, B, **operands), **operands)
 
     before = _kernels_generated()
-    return Prepared(
-        product_then_tail,
-        lambda: f"product + {_kernels_generated() - before} compiled kernel(s)",
-    )
+    return Prepared(product_then_tail, lambda: f"product + {_kernels_generated() - before} compiled kernel(s)")
 
 
 def _cublaslt(case: Case, shape: Shape) -> Prepared:
@@ -89,13 +84,9 @@ def _max_autotune(case: Case, shape: Shape) -> Prepared:
     def whole(A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor) -> Outputs:
         return case.tail(case.matmul(A, B, **operands), **operands)
 
-    compiled = torch.compile(
-        whole, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
-    )
+    compiled = torch.compile(whole, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
     before = _kernels_generated()
-    return Prepared(
-        compiled, lambda: f"{_kernels_generated() - before} generated kernel(s)"
-    )
+    return Prepared(compiled, lambda: f"{_kernels_generated() - before} generated kernel(s)")
 
 
 def _triton(case: Case, shape: Shape) -> Prepared:

@@ -37,12 +37,7 @@ LLAMA_NK = (
 LLAMA_M = (1, 16, 128, 512, 2048, 8192)
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
-    "headline": (
-        Shape(4096, 4096, 4096),
-        Shape(8192, 14336, 4096),
-        Shape(8192, 4096, 1024),
-        Shape(2048, 6144, 4096),
-    ),
+    "headline": (Shape(4096, 4096, 4096), Shape(8192, 14336, 4096), Shape(8192, 4096, 1024), Shape(2048, 6144, 4096)),
     "odd": (Shape(1000, 1003, 777),),
     "llama": tuple(Shape(m, n, k) for n, k in LLAMA_NK for m in LLAMA_M),
 }
@@ -56,9 +51,7 @@ def select(groups: Iterable[str], ms: Iterable[int] = ()) -> list[Shape]:
     """
     names = list(groups)
     if unknown := [name for name in names if name not in SHAPES and name != "all"]:
-        raise ValueError(
-            f"no shapes called {', '.join(unknown)}; there are {', '.join(SHAPES)} and all"
-        )
+        raise ValueError(f"no shapes called {', '.join(unknown)}; there are {', '.join(SHAPES)} and all")
     chosen = list(SHAPES) if "all" in names else names
     shapes = dict.fromkeys(shape for name in chosen for shape in SHAPES[name])
     wanted = set(ms)

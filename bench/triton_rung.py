@@ -37,9 +37,7 @@ def _col_vector(pointer, rows, M):
 
 
 @triton.jit
-def _tile_of(
-    pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
-):
+def _tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Tiles in groups of GROUP rows, down each column of a group first, so that L2 is shared."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -87,20 +85,14 @@ def _matmul_kernel(
         x = _gelu(x * _row_vector(scale_b, cols, N) + _row_vector(bias, cols, N))
         x += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     elif EPILOGUE == "int8_dequant_bias":
-        x = x * _col_vector(scale_a, rows, M) * _row_vector(
-            scale_b, cols, N
-        ) + _row_vector(bias, cols, N)
+        x = x * _col_vector(scale_a, rows, M) * _row_vector(scale_b, cols, N) + _row_vector(bias, cols, N)
     elif EPILOGUE == "fp8_dequant_bias_gelu_tanh":
-        x = x * _col_vector(scale_a, rows, M) * _row_vector(
-            scale_b, cols, N
-        ) + _row_vector(bias, cols, N)
+        x = x * _col_vector(scale_a, rows, M) * _row_vector(scale_b, cols, N) + _row_vector(bias, cols, N)
         x = _gelu_tanh(x)
     else:
         tl.static_assert(EPILOGUE == "bias_relu_column_sums")
         x = tl.maximum(x + _row_vector(bias, cols, N), 0.0)
-        tl.atomic_add(
-            sums + cols, tl.sum(tl.where(inside, x, 0.0), axis=0), mask=cols < N
-        )
+        tl.atomic_add(sums + cols, tl.sum(tl.where(inside, x, 0.0), axis=0), mask=cols < N)
     tl.store(D + place, x.to(D.dtype.element_ty), mask=inside)
 
 
@@ -112,34 +104,21 @@ _WIDE = (
     (64, 256, 128, 4, 4),
     (64, 128, 128, 4, 4),
 )
-_NARROW = (
-    (16, 64, 256, 4, 5),
-    (16, 128, 256, 4, 4),
-    (32, 64, 256, 4, 4),
-    (64, 64, 128, 4, 5),
-)
+_NARROW = ((16, 64, 256, 4, 5), (16, 128, 256, 4, 4), (32, 64, 256, 4, 4), (64, 64, 128, 4, 5))
 
 
 def _configs(element_bytes: int) -> list[triton.Config]:
     return [
-        triton.Config(
-            {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k_bytes // element_bytes},
-            warps,
-            stages,
-        )
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k_bytes // element_bytes}, warps, stages)
         for m, n, k_bytes, warps, stages in (*_WIDE, *_NARROW)
     ]
 
 
-def _fitting(
-    configs: list[triton.Config], arguments: dict, **_: object
-) -> list[triton.Config]:
+def _fitting(configs: list[triton.Config], arguments: dict, **_: object) -> list[triton.Config]:
     """Narrow tiles where M is small, wide ones elsewhere."""
     narrow = arguments["M"] <= 64
     return [
-        config
-        for config in configs
-        if (config.kwargs["BLOCK_N"] == 64 or config.kwargs["BLOCK_M"] == 16) == narrow
+        config for config in configs if (config.kwargs["BLOCK_N"] == 64 or config.kwargs["BLOCK_M"] == 16) == narrow
     ]
 
 
@@ -148,9 +127,7 @@ def _short_bench(call: Callable[[], object], quantiles: tuple[float, ...]) -> ob
 
 
 def _tuned(element_bytes: int) -> Callable[..., object]:
-    even_k = triton.heuristics(
-        {"EVEN_K": lambda arguments: arguments["K"] % arguments["BLOCK_K"] == 0}
-    )
+    even_k = triton.heuristics({"EVEN_K": lambda arguments: arguments["K"] % arguments["BLOCK_K"] == 0})
     return triton.autotune(
         _configs(element_bytes),
         key=["M", "N", "K", "EPILOGUE"],
@@ -171,11 +148,7 @@ def fused(case: str) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[[], st
     def run(A: Tensor, B: Tensor, **operands: Tensor) -> tuple[Tensor, ...]:
         (M, K), N = A.shape, B.shape[1]
         D = torch.empty((M, N), dtype=torch.bfloat16, device=A.device)
-        sums = (
-            torch.zeros(N, device=A.device)
-            if has_sums
-            else torch.empty(1, device=A.device)
-        )
+        sums = torch.zeros(N, device=A.device) if has_sums else torch.empty(1, device=A.device)
         kernel = _TUNED[A.element_size()]
         kernel[lambda meta: (triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"]),)](
             A, B, D, operands["bias"], operands.get("scale_a", A), operands.get("scale_b", operands.get("scale", A)),

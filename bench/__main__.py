@@ -1,0 +1,95 @@
+"""`python -m bench`: gemmgen beside every other way to compute the same function. `--help` lists the options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench import suite_epilogue, suite_jit
+from bench.cases import CASES
+from bench.environment import describe
+from bench.rungs import RUNGS
+from bench.settings import Settings
+from bench.shapes import SHAPES, Shape, select
+
+# A suite is one module with `run(settings, console) -> exit code`, and one row here.
+SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run}
+
+QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")
+DEFAULT_OUT = Path(__file__).parent / "results"
+
+
+class Names(click.ParamType):
+    """Comma-separated names out of a table; its values in the order given."""
+
+    name = "names"
+
+    def __init__(self, table: dict[str, object]):
+        self.table = table
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[object, ...]:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in self.table]:
+            self.fail(f"unknown: {', '.join(unknown)}; there are {', '.join(self.table)}", param, ctx)
+        return tuple(self.table[name] for name in names)
+
+
+@click.command(help=__doc__)
+@click.option("--suite", type=click.Choice(list(SUITES)), default="epilogue", show_default=True)
+@click.option("--cases", type=Names(CASES), default=",".join(CASES), help="Comma-separated; all by default.")
+@click.option("--shapes", default="headline", show_default=True, help=f"Of {', '.join(SHAPES)}, all; comma-separated.")
+@click.option("--ms", default="", help="Only shapes with one of these M, comma-separated.")
+@click.option("--rungs", type=Names(RUNGS), default=",".join(RUNGS), help="Comma-separated; all by default.")
+@click.option("--rounds", default=25, show_default=True, help="Samples of each rung.")
+@click.option("--budget-s", type=float, default=float("inf"), help="No new problem starts after so many seconds.")
+@click.option("--max-autotune/--no-max-autotune", default=True, help="torch.compile's max-autotune: slow to compile.")
+@click.option("--autotune-shapes", default="headline", show_default=True, help="Shape groups that max-autotune gets.")
+@click.option("--autotune-budget-s", default=90.0, show_default=True, help="Seconds that max-autotune may compile.")
+@click.option("--out", type=click.Path(path_type=Path), default=DEFAULT_OUT, help="Folder of the results.")
+@click.option("--commit", default=None, help="Recorded where git cannot be asked.")
+@click.option("--plot/--no-plot", default=True, help="Also write a PNG.")
+@click.option("--quick", is_flag=True, help="Two cases, one shape, few rounds, no max-autotune.")
+def main(
+    suite, cases, shapes, ms, rungs, rounds, budget_s, max_autotune, autotune_shapes, autotune_budget_s, out, commit,
+    plot, quick,
+):  # fmt: skip
+    settings = Settings(
+        cases=tuple(CASES[name] for name in QUICK_CASES) if quick else cases,
+        shapes=_shapes(shapes, ms)[:1] if quick else _shapes(shapes, ms),
+        rungs=rungs,
+        out=out,
+        budget_s=budget_s,
+        rounds=7 if quick else rounds,
+        min_rounds=min(7, rounds),
+        autotune_groups=_listed(autotune_shapes) if max_autotune and not quick else (),
+        autotune_budget_s=autotune_budget_s,
+        plot=plot,
+        environment=describe(commit),
+    )
+    sys.exit(SUITES[suite](settings, _console()))
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _shapes(groups: str, ms: str) -> tuple[Shape, ...]:
+    try:
+        shapes = tuple(select(_listed(groups), map(int, _listed(ms))))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    if not shapes:
+        raise click.BadParameter(f"no shape of {groups} has M in {ms}")
+    return shapes
+
+
+def _console() -> Console:
+    """Wide where nobody looks at a terminal, so that tables in logs are not folded."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Compiles gemmgen's kernels of many problems before any is timed: in parallel, and outside every figure."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from bench.problem import Problem
+
+
+@dataclass(frozen=True)
+class Build:
+    """Seconds that one kernel took: `first_s` beside the other builds, `again_s` alone, from the cache."""
+
+    first_s: float | None = None
+    again_s: float | None = None
+    failure: str | None = None
+
+
+def build_all(
+    problems: Sequence[Problem], arch: str, console: Console, workers: int | None = None
+) -> dict[Problem, Build]:
+    """Build the kernel of every problem; a failure is recorded, and met again when the problem is run."""
+    from bench import gemmgen_api
+
+    started = time.perf_counter()
+
+    def build(problem: Problem) -> Build:
+        return _timed(lambda: gemmgen_api.build(problem.case, problem.shape, arch))
+
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        first = dict(zip(problems, pool.map(build, problems), strict=True))
+    console.print(f"built {len(problems)} gemmgen kernels in {time.perf_counter() - started:.1f} s")
+    return {problem: _repeated(done, lambda problem=problem: build(problem)) for problem, done in first.items()}
+
+
+def _timed(build: Callable[[], object]) -> Build:
+    started = time.perf_counter()
+    try:
+        build()
+    except Exception as error:  # noqa: BLE001 - reported with the problem; the others go on
+        return Build(failure=f"{type(error).__name__}: {error}")
+    return Build(first_s=time.perf_counter() - started)
+
+
+def _repeated(first: Build, build: Callable[[], Build]) -> Build:
+    return first if first.failure else Build(first.first_s, build().first_s)
+
+
+def failures(builds: Iterable[Build]) -> list[str]:
+    """The different reasons for which builds failed."""
+    return sorted({build.failure for build in builds if build.failure})

@@ -1,0 +1,86 @@
+"""What the suite `jit` times in a process of its own: `python -m bench.jit_child <what> <arch>` prints JSON seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def import_beyond_torch(arch: str) -> dict[str, list[float]]:
+    """Importing gemmgen where torch is imported already."""
+    import torch  # noqa: F401
+
+    def import_gemmgen() -> None:
+        import gemmgen  # noqa: F401
+
+    return {"import": [seconds(import_gemmgen)]}
+
+
+def cold(arch: str) -> dict[str, list[float]]:
+    """One kernel with an empty cache, then new epilogues with the same operands."""
+    first, *others = (lambda op=op: _build(op, arch) for op in _epilogues())
+    return {"cold_skeleton": [seconds(first)], "new_epilogue": [seconds(build) for build in others]}
+
+
+def warm(arch: str) -> dict[str, list[float]]:
+    """Finding a kernel in the cache and, on a GPU, the first answer: load, launch and wait."""
+    import torch
+
+    op = _epilogues()[0]
+    found = {"find_in_cache": [seconds(lambda: _build(op, arch))]}
+    if not torch.cuda.is_available():
+        return found
+    from bench.cases import CASES, draw_inputs
+
+    inputs = draw_inputs(CASES["bias_silu"], _shape())
+    torch.mm(inputs.A, inputs.B)  # torch's own start-up is not ours
+    torch.cuda.synchronize()
+
+    def first_answer() -> None:
+        inputs.bind(op)()
+        torch.cuda.synchronize()
+
+    return {**found, "load_and_first_call": [seconds(first_answer)]}
+
+
+def _epilogues() -> list[Callable[..., object]]:
+    """Ops with one `Row` operand and one output: they differ in their arithmetic alone."""
+    import gemmgen as gg
+
+    activations = (gg.gelu_tanh, gg.silu, gg.relu, gg.gelu, gg.softplus)
+
+    def with_bias(activation: Callable[[object], object]) -> gg.Gemm:
+        def bias_activation(accum, bias: gg.Row):  # type: ignore[no-untyped-def]
+            return activation(accum + bias)
+
+        return gg.Gemm(gg.epilogue(bias_activation))
+
+    return [with_bias(activation) for activation in activations]
+
+
+def _shape() -> object:
+    from bench.shapes import SHAPES
+
+    return SHAPES["headline"][0]
+
+
+def _build(op: Callable[..., object], arch: str) -> None:
+    from bench import gemmgen_api
+    from bench.cases import CASES, draw_inputs
+
+    gemmgen_api.build_op(op, draw_inputs(CASES["bias_silu"], _shape(), device="meta"), arch)
+
+
+MEASURES = {"import": import_beyond_torch, "cold": cold, "warm": warm}
+
+if __name__ == "__main__":
+    what, arch_name = sys.argv[1:]
+    print(json.dumps(MEASURES[what](arch_name)))

@@ -1,0 +1,93 @@
+"""The suite `jit`: how long a user waits for a kernel. Each figure comes from new processes; no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.environment import REPOSITORY
+from bench.results import ResultFile, Row
+from bench.settings import Settings
+from gemmgen.arch import arch_of_capability
+
+ARCH_WITHOUT_GPU = "sm90"
+REPEATS = 5
+
+MEANINGS = {
+    "import": "import gemmgen, torch imported already",
+    "cold_skeleton": "first kernel, empty cache: nvcc, NVRTC and the link",
+    "new_epilogue": "new epilogue on a known skeleton: NVRTC and the link",
+    "find_in_cache": "kernel built before, found by a new process",
+    "load_and_first_call": "load that kernel and give the first answer",
+}
+
+
+def run(settings: Settings, console: Console) -> int:
+    """Measure, print and write; 1 when a build failed."""
+    arch = _arch()
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            rows = [_row(metric, samples) for metric, samples in collect(arch, Path(cache)).items()]
+    except subprocess.CalledProcessError as error:
+        console.print(f"failed: {error}\n{error.stderr}", markup=False)
+        return 1
+    results = ResultFile(settings.out, "jit", {**settings.environment, "arch": arch, "cores": os.cpu_count()})
+    results.add(rows)
+    console.print(table_of(arch, rows))
+    if not torch.cuda.is_available():
+        console.print("Needs a GPU: load_and_first_call.")
+    console.print(f"written: {results.path}")
+    return 0
+
+
+def collect(arch: str, cache: Path) -> dict[str, list[float]]:
+    """Seconds by metric. `cache` is an empty folder: the cold build fills it, the warm ones find it full."""
+    samples: dict[str, list[float]] = {}
+    for what in ("cold", *["import", "warm"] * REPEATS):
+        for metric, taken in _in_new_process(what, arch, cache).items():
+            samples.setdefault(metric, []).extend(taken)
+    return samples
+
+
+def _in_new_process(what: str, arch: str, cache: Path) -> Mapping[str, list[float]]:
+    command = [sys.executable, "-m", "bench.jit_child", what, arch]
+    environment = {**os.environ, "GEMMGEN_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _arch() -> str:
+    if not torch.cuda.is_available():
+        return ARCH_WITHOUT_GPU
+    return arch_of_capability(torch.cuda.get_device_capability(), torch.cuda.get_device_name()).name
+
+
+def _row(metric: str, samples: list[float]) -> Row:
+    median_s = round(statistics.median(samples), 4)
+    return {
+        "metric": metric,
+        "median_s": median_s,
+        "min_s": round(min(samples), 4),
+        "max_s": round(max(samples), 4),
+        "n": len(samples),
+    }
+
+
+def table_of(arch: str, rows: list[Row]) -> Table:
+    table = Table(title=f"building kernels for {arch} on {os.cpu_count()} cores", title_justify="left")
+    for column in ("metric", "median s", "min", "max", "n", "what"):
+        table.add_column(column, justify="left" if column in ("metric", "what") else "right")
+    for row in rows:
+        numbers = (f"{row[key]:.3f}" for key in ("median_s", "min_s", "max_s"))
+        table.add_row(row["metric"], *numbers, str(row["n"]), MEANINGS[row["metric"]])
+    return table
