@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from gemmgen.dtypes import DType
 from gemmgen.ir import build
 from gemmgen.ir.build import add, compare, const, div, mul, neg, power, sub, unary, where
-from gemmgen.ir.node import COMPARISONS, LEAVES, REDUCTIONS, Axes, Node, Op, topological
+from gemmgen.ir.node import COMPARISONS, LEAVES, Axes, Node, Op, topological
 
 Cotangents = tuple[Node | None, ...]  # one for each argument; None where the op has no derivative towards it
 Rule = Callable[[Node, Node], Cotangents]
@@ -38,7 +37,7 @@ def derive(cotangents: Mapping[Node, Node], wrt: Iterable[Node]) -> dict[Node, N
     grads = dict(cotangents)
     needed = dependents(cotangents, wanted)
     for node in reversed(list(topological(cotangents))):
-        if node in grads and node in needed and node not in wanted:
+        if node in grads and node in needed:
             for arg, grad in zip(node.args, VJP[node.op](node, grads[node]), strict=True):
                 if grad is not None and arg in needed:
                     grads[arg] = add(grads[arg], grad) if arg in grads else grad
@@ -59,7 +58,7 @@ def differentiable_args(node: Node) -> tuple[Node, ...]:
     if node.op in LEAVES or node.op in COMPARISONS or not node.dtype.is_float:
         return ()
     args = node.args[1:] if node.op is Op.WHERE else node.args
-    return tuple(arg for arg in args if arg.dtype.is_float or arg.op is Op.ACCUM)
+    return tuple(arg for arg in args if arg.dtype.is_float)
 
 
 def reduced(gradient: Node, axes: Axes) -> Node:
@@ -131,8 +130,7 @@ def _clamp(node: Node, cotangent: Node) -> Cotangents:
 
 @vjp(Op.CAST)
 def _cast(node: Node, cotangent: Node) -> Cotangents:
-    passes = node.dtype.is_float and node.args[0].dtype is not DType.BOOL
-    return (cotangent if passes else None,)
+    return (cotangent if node.dtype.is_float and node.args[0].dtype.is_float else None,)
 
 
 @vjp(Op.ADD)
@@ -220,8 +218,3 @@ def _extreme(node: Node, cotangent: Node) -> Cotangents:
 def _shared(hit: Node, node: Node, cotangent: Node) -> Node:
     """`cotangent` in equal parts to the elements that `hit`."""
     return div(mul(cotangent, hit), build.reduce(Op.SUM, hit, str(node.attr)))
-
-
-def finished(node: Node) -> bool:
-    """Whether `node` is a reduction: as an argument it must come from an earlier pass."""
-    return node.op in REDUCTIONS

@@ -337,12 +337,18 @@ def sum(x: Value, over: str) -> Value:
 
 
 def max(x: Value, over: str) -> Value:
-    """The largest over "M", "N" or "MN"; NaN if any is NaN. Its gradient goes to one element, as `torch.max`'s."""
+    """The largest over "M", "N" or "MN"; NaN if any is NaN.
+
+    Its gradient is `torch.max`'s: to the first of equals over one axis, in equal parts over both.
+    """
     return _reduce(Op.MAX, x, over)
 
 
 def min(x: Value, over: str) -> Value:
-    """The smallest over "M", "N" or "MN"; NaN if any is NaN. Its gradient goes to one element, as `torch.min`'s."""
+    """The smallest over "M", "N" or "MN"; NaN if any is NaN.
+
+    Its gradient is `torch.min`'s: to the first of equals over one axis, in equal parts over both.
+    """
     return _reduce(Op.MIN, x, over)
 
 

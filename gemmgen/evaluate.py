@@ -166,6 +166,7 @@ def _reduced(node: Node, x: Tensor, shape: torch.Size) -> Tensor:
         return x.new_full(kept, float("inf") if node.op is Op.MIN else float("-inf"))
     if node.op is Op.AMAX:
         return x.amax(dims)
-    if over == "MN":
-        x = x.flatten(-2)
-    return (x.max(dims[0] if over != "MN" else -1) if node.op is Op.MAX else x.min(dims[0] if over != "MN" else -1)).values
+    extreme = torch.max if node.op is Op.MAX else torch.min
+    if over == "MN":  # without a dim: ties share the gradient
+        return torch.stack([extreme(each) for each in x]) if len(x) else x.new_empty(0)
+    return extreme(x, dims[0]).values

@@ -6,6 +6,7 @@ Arithmetic is in fp32: an integer or boolean argument is converted on first use.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from gemmgen.dtypes import DType
 from gemmgen.ir.node import Axes, Node, Op, make
@@ -90,13 +91,15 @@ def neg(x: Node) -> Node:
 
 
 def power(base: Node, exponent: Node) -> Node:
-    """`base ** exponent`; the exponents 0.5, 1, 2, 3, -1 and -0.5 become cheaper exact forms."""
-    if exponent.op is Op.CONST and exponent.attr in _POWERS:
+    """`base ** exponent`; the exponents 0.5, 1, 2, 3, -1 and -0.5 become cheaper forms, those that torch uses too."""
+    if isinstance(exponent.attr, float) and exponent.attr in _POWERS:
         return _POWERS[exponent.attr](_f32(base))
     return binary(Op.POW, base, exponent)
 
 
-_POWERS = {
+_POWERS: dict[float, Callable[[Node], Node]] = {
+    0.5: lambda x: unary(Op.SQRT, x),
+    -0.5: lambda x: unary(Op.RSQRT, x),
     1.0: lambda x: x,
     2.0: lambda x: mul(x, x),
     3.0: lambda x: mul(mul(x, x), x),
@@ -151,8 +154,9 @@ def gelu(x: Node) -> Node:
 
 
 def gelu_tanh(x: Node) -> Node:
-    # c * x * (1 + 0.044715 x^2) keeps the argument's sign when x^2 overflows
-    inner = mul(mul(x, const(math.sqrt(2 / math.pi))), add(const(1), mul(const(0.044715), mul(x, x))))
+    # tanh is 1 (in float64 too) long before x^2 = 100; without the bound the derivative of a large x is 0 * inf
+    square = clamp(mul(x, x), None, 100)
+    inner = mul(mul(x, const(math.sqrt(2 / math.pi))), add(const(1), mul(const(0.044715), square)))
     return mul(mul(const(0.5), x), add(const(1), unary(Op.TANH, inner)))
 
 
@@ -174,4 +178,5 @@ def mish(x: Node) -> Node:
 
 
 def hardswish(x: Node) -> Node:
-    return mul(x, mul(clamp(add(x, const(3)), 0, 6), const(1 / 6)))
+    # x itself from 3 on, and relu below: the derivative is 0 at -3 and 1 at 3, as torch's
+    return where(compare(Op.LT, x, const(3)), mul(x, mul(unary(Op.RELU, add(x, const(3))), const(1 / 6))), x)
