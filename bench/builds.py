@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from bench.cases import Case
 from bench.problem import Problem
+from bench.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,21 @@ def build_all(
     problems: Sequence[Problem], arch: str, console: Console, workers: int | None = None
 ) -> dict[Problem, Build]:
     """Build the kernel of every problem; a failure is recorded, and met again when the problem is run."""
-    from bench import gemmgen_api
-
     started = time.perf_counter()
 
     def build(problem: Problem) -> Build:
-        return _timed(lambda: gemmgen_api.build(problem.case, problem.shape, arch))
+        return _timed(lambda: _api_build(problem.case, problem.shape, arch))
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         first = dict(zip(problems, pool.map(build, problems), strict=True))
     console.print(f"built {len(problems)} gemmgen kernels in {time.perf_counter() - started:.1f} s")
     return {problem: _repeated(done, lambda problem=problem: build(problem)) for problem, done in first.items()}
+
+
+def _api_build(case: Case, shape: Shape, arch: str) -> None:
+    from bench import gemmgen_api  # imports gemmgen, which a run of other rungs alone does not need
+
+    gemmgen_api.build(case, shape, arch)
 
 
 def _timed(build: Callable[[], object]) -> Build:

@@ -7,7 +7,7 @@ the operands that it does not need.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -35,64 +35,6 @@ class Inputs:
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.A, self.B, *self.operands.values()))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One fused function.
-
-    Attributes:
-        name: also the name of its gemmgen epilogue.
-        dtype: of A and B.
-        operands: axis of each operand: "row" `[N]`, "col" `[M]` or "tile" `[M, N]`.
-        function: `(accum, **operands) -> outputs`, in the dtype of what it is given; the meaning of the case.
-        matmul: the bare product as torch offers it.
-        tail: `(product, **operands) -> outputs` in bf16: what is left to do after `matmul`.
-        eager: the whole function as one would write it in torch.
-        cublaslt: the whole function with cuBLASLt's epilogue, or the reason why there is none.
-        matmul_reason: why torch's product cannot take a shape, or None.
-    """
-
-    name: str
-    dtype: torch.dtype
-    operands: Mapping[str, str]
-    function: Callable[..., Outputs]
-    matmul: Callable[..., Tensor]
-    tail: Callable[..., Outputs]
-    eager: Callable[..., Outputs]
-    cublaslt: Callable[..., Outputs] | str
-    matmul_reason: Callable[[Shape], Reason] = field(default=lambda shape: None)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-# The meaning of each case. Given doubles, these compute the reference.
-
-
-def bias_gelu_tanh(accum: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
-    return (F.gelu(accum + bias, approximate="tanh"),)
-
-
-def bias_silu(accum: Tensor, bias: Tensor) -> Outputs:
-    return (F.silu(accum + bias),)
-
-
-def scale_bias_gelu_residual(accum: Tensor, scale: Tensor, bias: Tensor, residual: Tensor) -> Outputs:
-    return (F.gelu(accum * scale + bias) + residual,)
-
-
-def int8_dequant_bias(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
-    return (accum * scale_a[:, None] * scale_b + bias,)
-
-
-def fp8_dequant_bias_gelu_tanh(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
-    return bias_gelu_tanh(accum * scale_a[:, None] * scale_b, bias)
-
-
-def bias_relu_column_sums(accum: Tensor, bias: Tensor) -> Outputs:
-    activated = torch.relu(accum + bias)
-    return activated, activated.sum(0)
 
 
 # Torch's products.
@@ -129,6 +71,68 @@ def scaled_mm_reason(shape: Shape) -> Reason:
     if shape.N % 16 or shape.K % 16:
         return f"torch._scaled_mm needs N and K to be multiples of 16, they are {shape.N} and {shape.K}"
     return None
+
+
+@dataclass(frozen=True, eq=False)  # each case is its own object, and hashable
+class Case:
+    """One fused function.
+
+    Attributes:
+        name: also the name of its gemmgen epilogue.
+        operands: axis of each operand: "row" `[N]`, "col" `[M]` or "tile" `[M, N]`.
+        function: `(accum, **operands) -> outputs`, in the dtype of what it is given; the meaning of the case.
+        eager: the whole function as one would write it in torch.
+        cublaslt: the whole function with cuBLASLt's epilogue, or the reason why there is none.
+        dtype: of A and B.
+        matmul: the bare product as torch offers it.
+        tail: `(product, **operands) -> outputs` in bf16: what is left to do after `matmul`; by default `function`.
+        matmul_reason: why torch's product cannot take a shape, or None.
+    """
+
+    name: str
+    operands: Mapping[str, str]
+    function: Callable[..., Outputs]
+    eager: Callable[..., Outputs]
+    cublaslt: Callable[..., Outputs] | str
+    dtype: torch.dtype = torch.bfloat16
+    matmul: Callable[..., Tensor] = bf16_mm
+    tail: Callable[..., Outputs] | None = None
+    matmul_reason: Callable[[Shape], Reason] = lambda shape: None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def after_matmul(self) -> Callable[..., Outputs]:
+        return self.tail or self.function
+
+
+# The meaning of each case. Given doubles, these compute the reference.
+
+
+def bias_gelu_tanh(accum: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
+    return (F.gelu(accum + bias, approximate="tanh"),)
+
+
+def bias_silu(accum: Tensor, bias: Tensor) -> Outputs:
+    return (F.silu(accum + bias),)
+
+
+def scale_bias_gelu_residual(accum: Tensor, scale: Tensor, bias: Tensor, residual: Tensor) -> Outputs:
+    return (F.gelu(accum * scale + bias) + residual,)
+
+
+def int8_dequant_bias(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
+    return (accum * scale_a[:, None] * scale_b + bias,)
+
+
+def fp8_dequant_bias_gelu_tanh(accum: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Outputs:
+    return bias_gelu_tanh(accum * scale_a[:, None] * scale_b, bias)
+
+
+def bias_relu_column_sums(accum: Tensor, bias: Tensor) -> Outputs:
+    activated = torch.relu(accum + bias)
+    return activated, activated.sum(0)
 
 
 # Whole functions in eager torch: with the bias in `addmm`, as F.linear has it, where that is possible.
@@ -182,70 +186,60 @@ def cublaslt_bias_relu_column_sums(A: Tensor, B: Tensor, bias: Tensor) -> Output
     return activated, activated.sum(0)
 
 
+_DEQUANT_OPERANDS = {"scale_a": "col", "scale_b": "row", "bias": "row"}
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
         Case(
-            "bias_gelu_tanh",
-            torch.bfloat16,
-            {"bias": "row"},
-            bias_gelu_tanh,
-            bf16_mm,
-            bias_gelu_tanh,
-            eager_bias_gelu_tanh,
-            cublaslt_bias_gelu_tanh,
+            name="bias_gelu_tanh",
+            operands={"bias": "row"},
+            function=bias_gelu_tanh,
+            eager=eager_bias_gelu_tanh,
+            cublaslt=cublaslt_bias_gelu_tanh,
         ),
         Case(
-            "bias_silu",
-            torch.bfloat16,
-            {"bias": "row"},
-            bias_silu,
-            bf16_mm,
-            bias_silu,
-            eager_bias_silu,
-            "cuBLASLt has no SiLU epilogue",
+            name="bias_silu",
+            operands={"bias": "row"},
+            function=bias_silu,
+            eager=eager_bias_silu,
+            cublaslt="cuBLASLt has no SiLU epilogue",
         ),
         Case(
-            "scale_bias_gelu_residual",
-            torch.bfloat16,
-            {"scale": "row", "bias": "row", "residual": "tile"},
-            scale_bias_gelu_residual,
-            bf16_mm,
-            scale_bias_gelu_residual,
-            eager_scale_bias_gelu_residual,
-            "cuBLASLt has neither an erf GELU nor a vector scale nor a residual after the activation",
+            name="scale_bias_gelu_residual",
+            operands={"scale": "row", "bias": "row", "residual": "tile"},
+            function=scale_bias_gelu_residual,
+            eager=eager_scale_bias_gelu_residual,
+            cublaslt="cuBLASLt has neither an erf GELU nor a vector scale nor a residual after the activation",
         ),
         Case(
-            "int8_dequant_bias",
-            torch.int8,
-            {"scale_a": "col", "scale_b": "row", "bias": "row"},
-            int8_dequant_bias,
-            int_mm,
-            rounded_int8_dequant_bias,
-            eager_int8_dequant_bias,
-            "torch offers no epilogue of cuBLASLt's int8 product",
-            int_mm_reason,
+            name="int8_dequant_bias",
+            dtype=torch.int8,
+            operands=_DEQUANT_OPERANDS,
+            function=int8_dequant_bias,
+            matmul=int_mm,
+            tail=rounded_int8_dequant_bias,
+            eager=eager_int8_dequant_bias,
+            cublaslt="torch offers no epilogue of cuBLASLt's int8 product",
+            matmul_reason=int_mm_reason,
         ),
         Case(
-            "fp8_dequant_bias_gelu_tanh",
-            torch.float8_e4m3fn,
-            {"scale_a": "col", "scale_b": "row", "bias": "row"},
-            fp8_dequant_bias_gelu_tanh,
-            scaled_mm_without_bias,
-            bias_gelu_tanh,
-            eager_fp8_dequant_bias_gelu_tanh,
-            cublaslt_fp8_dequant_bias_gelu_tanh,
-            scaled_mm_reason,
+            name="fp8_dequant_bias_gelu_tanh",
+            dtype=torch.float8_e4m3fn,
+            operands=_DEQUANT_OPERANDS,
+            function=fp8_dequant_bias_gelu_tanh,
+            matmul=scaled_mm_without_bias,
+            tail=bias_gelu_tanh,
+            eager=eager_fp8_dequant_bias_gelu_tanh,
+            cublaslt=cublaslt_fp8_dequant_bias_gelu_tanh,
+            matmul_reason=scaled_mm_reason,
         ),
         Case(
-            "bias_relu_column_sums",
-            torch.bfloat16,
-            {"bias": "row"},
-            bias_relu_column_sums,
-            bf16_mm,
-            bias_relu_column_sums,
-            eager_bias_relu_column_sums,
-            cublaslt_bias_relu_column_sums,
+            name="bias_relu_column_sums",
+            operands={"bias": "row"},
+            function=bias_relu_column_sums,
+            eager=eager_bias_relu_column_sums,
+            cublaslt=cublaslt_bias_relu_column_sums,
         ),
     )
 }

@@ -59,7 +59,7 @@ def _eager(case: Case, shape: Shape) -> Prepared:
 def _compiled_tail(case: Case, shape: Shape) -> Prepared:
     _require_product(case, shape)
     _require_triton()
-    tail = torch.compile(case.tail, dynamic=False, fullgraph=True)
+    tail = torch.compile(case.after_matmul, dynamic=False, fullgraph=True)
 
     def product_then_tail(A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor) -> Outputs:
         return tail(case.matmul(A, B, **operands), **operands)
@@ -82,7 +82,7 @@ def _max_autotune(case: Case, shape: Shape) -> Prepared:
     _silence_autotune_tables()
 
     def whole(A: torch.Tensor, B: torch.Tensor, **operands: torch.Tensor) -> Outputs:
-        return case.tail(case.matmul(A, B, **operands), **operands)
+        return case.after_matmul(case.matmul(A, B, **operands), **operands)
 
     compiled = torch.compile(whole, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
     before = _kernels_generated()

@@ -1,0 +1,123 @@
+"""One problem's way through checking, with rungs of the test's own on the CPU."""
+
+import pytest
+import torch
+
+from bench.cases import CASES
+from bench.problem import Entry, Problem, check_rungs, graph_calls, row_of
+from bench.rungs import RUNGS, Prepared, Rung, Unavailable
+from bench.settings import Settings
+from bench.shapes import Shape
+from bench.suite_epilogue import autotune_seconds, refusals
+from gemmgen.timing import Timing
+
+CASE = CASES["bias_silu"]
+PROBLEM = Problem(CASE, Shape(32, 48, 64))
+
+
+def rung_of(function, is_whole=True):
+    return Rung("gemmgen", "gemmgen", lambda case, shape: Prepared(function, lambda: "how"), is_whole)
+
+
+def checked(rung, refused=()):
+    (entry,) = check_rungs(PROBLEM, [rung], dict(refused), device="cpu")
+    return entry
+
+
+def test_a_right_answer_passes_with_its_error():
+    entry = checked(rung_of(CASE.eager))
+
+    assert entry.reason is None and 0 < entry.error < 1e-2 and entry.first_call_s > 0 and entry.note == "how"
+
+
+def test_a_wrong_answer_gets_no_time():
+    entry = checked(rung_of(lambda A, B, bias: CASE.eager(A, B, bias=bias + 0.1)))
+
+    assert entry.reason.startswith("wrong answer")
+
+
+def test_one_wrong_column_is_seen():
+    def wrong_column(A, B, bias):
+        shifted = bias.clone()
+        shifted[5] += 1.0
+        return CASE.eager(A, B, bias=shifted)
+
+    assert checked(rung_of(wrong_column)).reason.startswith("wrong answer")
+
+
+def test_a_rung_that_raises_is_reported_with_its_message():
+    def broken(A, B, bias):
+        raise RuntimeError("no kernel image\nmore lines")
+
+    assert checked(rung_of(broken)).reason == "RuntimeError: no kernel image"
+
+
+def test_a_rung_that_is_unavailable_gives_its_reason():
+    def prepare(case, shape):
+        raise Unavailable("not today")
+
+    assert checked(Rung("triton", "Triton", prepare)).reason == "not today"
+
+
+def test_a_refused_rung_is_not_called():
+    def never(A, B, bias):
+        raise AssertionError
+
+    assert checked(rung_of(never), {"gemmgen": "left out"}).reason == "left out"
+
+
+def test_the_bare_product_is_not_compared_with_the_case():
+    entry = checked(rung_of(lambda A, B, bias: torch.mm(A, B), is_whole=False))
+
+    assert entry.reason is None and entry.error is None
+
+
+@pytest.mark.parametrize(
+    "set_bytes, expected",
+    [
+        pytest.param(8_000_000, 15, id="as-many-as-overflow-L2-twice"),
+        pytest.param(500_000_000, 4, id="at-least-four"),
+        pytest.param(1000, 32, id="at-most-32"),
+    ],
+)
+def test_graph_calls(set_bytes, expected):
+    assert graph_calls(set_bytes, l2_bytes=60_000_000) == expected
+
+
+def test_a_row_of_a_timed_rung():
+    entry = Entry(RUNGS["gemmgen"], CASE.eager, 0.5, 1e-3, gpu=Timing.of([10.0, 12.0, 11.0]))
+
+    row = row_of(Problem(CASE, Shape(4096, 4096, 4096)), entry)
+
+    assert (row["case"], row["M"], row["rung"], row["method"]) == ("bias_silu", 4096, "gemmgen", "events")
+    assert (row["median_us"], row["n"], row["reason"]) == (11.0, 3, None)
+    assert row["tflops"] == pytest.approx(2 * 4096**3 / 11e-6 / 1e12, rel=1e-3)
+
+
+def test_a_row_of_an_absent_rung_has_a_reason_and_no_time():
+    row = row_of(PROBLEM, Entry(RUNGS["triton"], reason="Triton is not installed"))
+
+    assert row["median_us"] is None and row["n"] == 0 and row["reason"] == "Triton is not installed"
+
+
+def settings(tmp_path, **changes):
+    return Settings((CASE,), (), tuple(RUNGS.values()), tmp_path, **changes)
+
+
+def test_max_autotune_is_for_headline_shapes_and_within_its_budget(tmp_path):
+    headline, llama = Problem(CASE, Shape(4096, 4096, 4096)), Problem(CASE, Shape(1, 4096, 4096))
+
+    assert refusals(headline, settings(tmp_path), spent_s=10) == {}
+    assert "max_autotune" in refusals(llama, settings(tmp_path), spent_s=0)
+    assert "90 s" in refusals(headline, settings(tmp_path), spent_s=91)["max_autotune"]
+    assert refusals(headline, settings(tmp_path, autotune_groups=()), spent_s=0)
+
+
+def test_autotune_seconds_count_that_rung_alone():
+    rows = [
+        {"rung": "max_autotune", "first_call_s": 12.0},
+        {"rung": "max_autotune", "first_call_s": None},
+        {"rung": "compiled_tail", "first_call_s": 5.0},
+    ]
+
+    assert autotune_seconds(rows) == 12.0
