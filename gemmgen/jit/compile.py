@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -9,13 +10,14 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gemmgen.arch import Arch
 from gemmgen.errors import CompileError, ToolchainError
-from gemmgen.jit.toolchain import Toolchain, template_include_dir, toolchain
+from gemmgen.jit.toolchain import Toolchain, nvrtc, template_include_dir, toolchain
 
 # without NDEBUG device asserts stay in and ptxas serialises wgmma (C7510)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
@@ -32,7 +34,7 @@ _MENDS = (
     ("cuda_runtime.h: No such file", 'Install the CUDA headers: pip install "nvidia-cuda-runtime==13.0.*"'),
     ("gcc: No such file", "Install g++, or set GEMMGEN_CXX."),
 )
-_SERIALIZED = re.compile(r"\(C75\d\d\)|wgmma.*serializ", re.IGNORECASE)
+SERIALIZED_REASON = "ptxas serialises wgmma (C7510), which is many times slower: this config is refused"
 _ERROR_LINE = re.compile(r"(?:\b(?:fatal )?error\b.*:|^nvcc fatal|cannot find -l|\berror:|^Killed|undefined reference)")
 
 
@@ -71,7 +73,7 @@ def compile_skeleton(
         source.write_text(text, encoding="utf-8")
         log = _run_together(_skeleton_commands(tools, arch, directory), directory, cancelled or threading.Event())
         outputs = [directory / "skeleton.ltoir", directory / "launcher.so"]
-        if log.failed or _SERIALIZED.search(log.text) or not all(map(Path.is_file, outputs)):
+        if log.failed or is_serialized(log.text) or not all(map(Path.is_file, outputs)):
             raise failure(name, "nvcc", log.text, text, failed_dir)
         ltoir, launcher = (path.read_bytes() for path in outputs)
     return Skeleton(ltoir, launcher, time.perf_counter() - started)
@@ -97,21 +99,24 @@ class _Log:
 def _run_together(commands: list[list[str]], directory: Path, cancelled: threading.Event) -> _Log:
     """Run all commands at once until all are done, one fails, or `cancelled` is set."""
     logs = [directory / f"{i}.log" for i in range(len(commands))]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for command, log in zip(commands, logs, strict=True):
+            _refuse_if_cancelled(cancelled)
             processes.append(_start(command, log, directory))
+            _running.add(processes[-1])
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes) or cancelled.wait(0.05):
                 break
-        if cancelled.is_set():
-            raise CompileError("the build was cancelled")
+        _refuse_if_cancelled(cancelled)
     finally:
         for process in processes:
             _kill(process)
+            _running.discard(process)
     # the half that failed speaks first: the other was only stopped
     order = sorted(range(len(processes)), key=lambda i: (processes[i].returncode or 0) <= 0)
     text = "".join(logs[i].read_text(encoding="utf-8", errors="replace") for i in order)
+    text = text.replace(f"{directory}{os.sep}", "")
     return _Log(text, failed=any(process.returncode for process in processes))
 
 
@@ -139,14 +144,38 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+_exiting = threading.Event()
+
+
+def _refuse_if_cancelled(cancelled: threading.Event) -> None:
+    if cancelled.is_set() or _exiting.is_set():
+        raise CompileError("the build was cancelled")
+
+
+def _kill_all_at_exit() -> None:
+    """A program that ends during a background build ends at once, and leaves no compiler running."""
+    _exiting.set()
+    for process in list(_running):
+        _kill(process)
+
+
+atexit.register(_kill_all_at_exit)
+
+
 # ---- failures
+
+
+def is_serialized(log: str) -> bool:
+    """Whether ptxas warned that it serialises wgmma."""
+    return re.search(r"\(C75\d\d\)|wgmma.*serializ", log, re.IGNORECASE) is not None
 
 
 def failure(name: str, tool: str, log: str, source: str, failed_dir: Path | None) -> CompileError | ToolchainError:
     """The error for a failed compilation of `source`, which is kept in `failed_dir` for reading."""
     reason = first_error(log)
-    if _SERIALIZED.search(log) and not _ERROR_LINE.search(log):
-        reason = "ptxas serialises wgmma (C7510), which is many times slower: this config is refused"
+    if is_serialized(log) and not _ERROR_LINE.search(log):
+        reason = SERIALIZED_REASON
     for text, mend in _MENDS:
         if text in log:
             return ToolchainError(f"{tool} cannot compile here: {reason}\n  {mend}")
@@ -178,45 +207,42 @@ def _keep(name: str, log: str, source: str, failed_dir: Path) -> str | None:
 
 def compile_functor(text: str, arch: Arch, *, name: str = "functor", failed_dir: Path | None = None) -> bytes:
     """LTO-IR of functor `text` for `arch`, by NVRTC; about 0.03 s. Raises CompileError, ToolchainError."""
-    from cuda.bindings import nvrtc
-
-    return _nvrtc(text, arch, FUNCTOR_FLAGS, nvrtc.nvrtcGetLTOIRSize, nvrtc.nvrtcGetLTOIR, name, failed_dir)
+    return _nvrtc_output("LTOIR", FUNCTOR_FLAGS, text, arch, name, failed_dir)
 
 
 def compile_cubin(text: str, arch: Arch, *, name: str = "module", failed_dir: Path | None = None) -> bytes:
     """Cubin of the plain kernels in `text` for `arch`, by NVRTC alone. Raises CompileError, ToolchainError."""
-    from cuda.bindings import nvrtc
-
-    return _nvrtc(text, arch, CUBIN_FLAGS, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, name, failed_dir)
+    return _nvrtc_output("CUBIN", CUBIN_FLAGS, text, arch, name, failed_dir)
 
 
-def _nvrtc(
-    text: str, arch: Arch, flags: tuple[str, ...], size_of: Any, copy_to: Any, name: str, failed_dir: Path | None
+def _nvrtc_output(
+    kind: Literal["LTOIR", "CUBIN"], flags: tuple[str, ...], text: str, arch: Arch, name: str, failed_dir: Path | None
 ) -> bytes:
-    from cuda.bindings import nvrtc
-
-    from gemmgen.jit.toolchain import nvrtc_version
-
-    nvrtc_version()  # a missing library becomes a ToolchainError here
+    binding = nvrtc()
     options = [f"-arch=sm_{arch.target}", *flags, f"-I{template_include_dir()}"]
-    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
+    program = _value(binding.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        (status,) = binding.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(status) != 0:
-            log = _copied(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            log = _copied(binding.nvrtcGetProgramLogSize, binding.nvrtcGetProgramLog, program)
             raise failure(name, "NVRTC", log.decode(errors="replace").rstrip("\0"), text, failed_dir)
+        size_of, copy_to = {
+            "LTOIR": (binding.nvrtcGetLTOIRSize, binding.nvrtcGetLTOIR),
+            "CUBIN": (binding.nvrtcGetCUBINSize, binding.nvrtcGetCUBIN),
+        }[kind]
         return _copied(size_of, copy_to, program)
     finally:
-        nvrtc.nvrtcDestroyProgram(program)
+        binding.nvrtcDestroyProgram(program)
 
 
-def _copied(size_of: Any, copy_to: Any, program: Any) -> bytes:
-    buffer = b" " * _checked(size_of(program))  # NVRTC's binding writes into this bytes object
-    _checked(copy_to(program, buffer))
+def _copied(size_of: Callable[[Any], Any], copy_to: Callable[[Any, bytes], Any], program: Any) -> bytes:
+    size: int = _value(size_of(program))
+    buffer = b" " * size  # NVRTC's binding writes into this bytes object
+    _value(copy_to(program, buffer))
     return buffer
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def _value(result: tuple[Any, ...]) -> Any:
     """The value of a cuda-bindings call, or CompileError with the name of its status."""
     status, *values = result
     if int(status) != 0:

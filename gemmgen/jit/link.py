@@ -10,7 +10,8 @@ from typing import Any
 
 from gemmgen.arch import Arch
 from gemmgen.errors import CompileError
-from gemmgen.jit.toolchain import nvjitlink_version
+from gemmgen.jit.compile import SERIALIZED_REASON, is_serialized
+from gemmgen.jit.toolchain import nvjitlink
 
 LINK_FLAGS = ("-lto", "-O3", "-Xptxas=-v")  # -v puts the resource usage into the info log
 
@@ -20,13 +21,15 @@ class Linked:
     """A cubin and what ptxas said of it.
 
     Attributes:
-        registers: per thread, of the kernel that needs most.
+        kernel: the mangled name of its one kernel.
+        registers: per thread.
         spill_bytes: stores and loads of spilled registers, in bytes per thread.
         stack_bytes: stack frame per thread.
         log: nvJitLink's info log.
     """
 
     cubin: bytes = field(repr=False)
+    kernel: str
     registers: int
     spill_bytes: int
     stack_bytes: int
@@ -38,13 +41,18 @@ def link(parts: Mapping[str, bytes], arch: Arch, *, name: str = "kernel", allow_
     """Link the LTO-IR `parts` (name to bytes) for `arch`; 2 to 4 s for a CUTLASS kernel.
 
     Raises:
-        CompileError: an undefined functor, LTO-IR that is newer than nvJitLink, or spills that are not allowed.
+        CompileError: an undefined functor, LTO-IR that is newer than nvJitLink, more or fewer kernels than one,
+            spills that are not allowed, or serialised wgmma.
         ToolchainError: nvJitLink is missing.
     """
-    nvjitlink_version()  # a missing library becomes a ToolchainError here
     started = time.perf_counter()
     cubin, log = _run(parts, [f"-arch=sm_{arch.target}", *LINK_FLAGS], name)
-    linked = Linked(cubin, **resources(log), seconds=time.perf_counter() - started, log=log)
+    kernels = re.findall(r"Compiling entry function '(\S+)'", log)
+    if len(kernels) != 1:
+        raise CompileError(f"kernel `{name}`: a cubin must hold one kernel, and this one holds {len(kernels)}", log=log)
+    linked = Linked(cubin, kernels[0], **resources(log), seconds=time.perf_counter() - started, log=log)
+    if is_serialized(log):
+        raise CompileError(f"kernel `{name}`: {SERIALIZED_REASON}", log=log)
     if linked.spill_bytes and not allow_spills:
         raise CompileError(
             f"kernel `{name}` spills {linked.spill_bytes} bytes of registers per thread ({linked.registers} used), "
@@ -55,7 +63,7 @@ def link(parts: Mapping[str, bytes], arch: Arch, *, name: str = "kernel", allow_
 
 
 def resources(log: str) -> dict[str, int]:
-    """Registers, spills and stack that ptxas reports in an info log; the worst kernel counts."""
+    """Registers, spills and stack that ptxas reports in an info log; the worst function counts."""
     spills = [sum(map(int, pair)) for pair in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
     return {
         "registers": max(map(int, re.findall(r"Used (\d+) registers", log)), default=0),
@@ -65,21 +73,20 @@ def resources(log: str) -> dict[str, int]:
 
 
 def _run(parts: Mapping[str, bytes], options: list[str], name: str) -> tuple[bytes, str]:
-    from cuda.bindings import nvjitlink
-
-    linker = nvjitlink.create(len(options), options)
+    binding = nvjitlink()
+    linker = binding.create(len(options), options)
     try:
         for part, ir in parts.items():
-            nvjitlink.add_data(linker, nvjitlink.InputType.LTOIR, ir, len(ir), part)
-        nvjitlink.complete(linker)
-        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
-        nvjitlink.get_linked_cubin(linker, cubin)
-        return bytes(cubin), _log(linker, nvjitlink.get_info_log_size, nvjitlink.get_info_log)
-    except nvjitlink.nvJitLinkError as error:
-        log = _log(linker, nvjitlink.get_error_log_size, nvjitlink.get_error_log)
+            binding.add_data(linker, binding.InputType.LTOIR, ir, len(ir), part)
+        binding.complete(linker)
+        cubin = bytearray(binding.get_linked_cubin_size(linker))
+        binding.get_linked_cubin(linker, cubin)
+        return bytes(cubin), _log(linker, binding.get_info_log_size, binding.get_info_log)
+    except binding.nvJitLinkError as error:
+        log = _log(linker, binding.get_error_log_size, binding.get_error_log)
         raise _link_error(name, str(error), log) from error
     finally:
-        nvjitlink.destroy(linker)
+        binding.destroy(linker)
 
 
 def _log(linker: int, size_of: Any, copy_to: Any) -> str:
@@ -93,7 +100,7 @@ def _log(linker: int, size_of: Any, copy_to: Any) -> str:
 
 def _link_error(name: str, status: str, log: str) -> CompileError:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    reason = next((line for line in lines if "error" in line.lower()), lines[0] if lines else status)
+    reason = next((line for line in lines if re.search("fatal|error", line, re.IGNORECASE)), status)
     mend = ""
     if "OUTDATED" in status or "newer toolkit" in log:
         mend = "\n  nvJitLink is older than the compilers: `gemmgen doctor` says which wheels fit."

@@ -7,6 +7,7 @@ new as the compiler that made it. The nvJitLink that torch has loaded wins, so n
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gemmgen.errors import ToolchainError
 from gemmgen.settings import Settings, settings
@@ -307,29 +309,36 @@ def find_host_compiler(current: Settings) -> Path:
 
 
 @functools.lru_cache(maxsize=1)
-def nvrtc_version() -> Version:
-    """(major, minor) of the NVRTC library that cuda-bindings loads."""
-    try:
-        from cuda.bindings import nvrtc
-
-        status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
-        raise _library_error("NVRTC", "nvidia-cuda-nvrtc", error) from error
-    if int(status) != 0:
-        raise ToolchainError(f"NVRTC does not report its version: {status}")
-    return int(major), int(minor)
+def nvrtc() -> Any:
+    """The binding `cuda.bindings.nvrtc`, its library loaded. Raises ToolchainError where that fails."""
+    return _binding("nvrtc", "NVRTC", "nvidia-cuda-nvrtc", "nvrtcVersion")
 
 
 @functools.lru_cache(maxsize=1)
-def nvjitlink_version() -> Version:
-    """(major, minor) of the nvJitLink library: torch's, where torch has loaded one."""
-    try:
-        from cuda.bindings import nvjitlink
+def nvjitlink() -> Any:
+    """The binding `cuda.bindings.nvjitlink`, its library loaded: torch's, where torch has loaded one."""
+    return _binding("nvjitlink", "nvJitLink", "nvidia-nvjitlink", "version")
 
-        major, minor = nvjitlink.version()
-    except (ImportError, RuntimeError) as error:
-        raise _library_error("nvJitLink", "nvidia-nvjitlink", error) from error
+
+def nvrtc_version() -> Version:
+    """(major, minor) of the NVRTC library."""
+    _, major, minor = nvrtc().nvrtcVersion()
     return int(major), int(minor)
+
+
+def nvjitlink_version() -> Version:
+    """(major, minor) of the nvJitLink library."""
+    major, minor = nvjitlink().version()
+    return int(major), int(minor)
+
+
+def _binding(module: str, what: str, wheel: str, first_call: str) -> Any:
+    try:
+        binding = importlib.import_module(f"cuda.bindings.{module}")
+        getattr(binding, first_call)()  # the library is looked for at the first call
+    except (ImportError, RuntimeError) as error:
+        raise _library_error(what, wheel, error) from error
+    return binding
 
 
 def _library_error(what: str, wheel: str, error: Exception) -> ToolchainError:

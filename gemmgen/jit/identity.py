@@ -1,0 +1,58 @@
+"""What identifies a cache entry: digests of the texts, headers, flags and arch that a compiled file depends on.
+
+The versions of the tools are not in these keys: the cache keeps entries of several tool versions under one key.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from gemmgen.arch import Arch
+from gemmgen.jit.cache import digest
+from gemmgen.jit.compile import CUBIN_FLAGS, FUNCTOR_FLAGS, LAUNCHER_FLAGS, LTOIR_FLAGS, NVCC_FLAGS
+from gemmgen.jit.link import LINK_FLAGS
+from gemmgen.jit.load import ABI_VERSION
+from gemmgen.jit.toolchain import template_include_dir
+from gemmgen.source import KernelSource
+
+
+def skeleton_key(source: KernelSource) -> str:
+    """Digest of all that the two halves of a skeleton depend on, but for the versions of the tools."""
+    flags = (*NVCC_FLAGS, *LTOIR_FLAGS, *LAUNCHER_FLAGS)
+    return digest("skeleton", str(ABI_VERSION), *flags, source.arch.target, *_with_headers(source.skeleton))
+
+
+def kernel_key(source: KernelSource) -> str:
+    """Digest of all that a linked kernel depends on, but for the versions of the tools."""
+    flags = (*FUNCTOR_FLAGS, *LINK_FLAGS)
+    return digest("kernel", skeleton_key(source), *flags, *_with_headers(source.functor))
+
+
+def module_key(text: str, arch: Arch) -> str:
+    """Digest of all that an NVRTC-only cubin depends on, but for the version of NVRTC."""
+    return digest("module", *CUBIN_FLAGS, arch.target, *_with_headers(text))
+
+
+def _with_headers(text: str) -> list[str]:
+    """`text` and every header of gemmgen that it includes, directly or not; one of them is the ABI."""
+    seen: dict[str, str] = {}
+    waiting = re.findall(r'#\s*include\s*[<"](gemmgen/[^>"]+)[>"]', text)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen[name], includes = _header(name)
+            waiting += includes
+    return [text, *(part for name in sorted(seen) for part in (name, seen[name]))]
+
+
+@functools.lru_cache(maxsize=256)
+def _header(name: str) -> tuple[str, tuple[str, ...]]:
+    """Content of our header `name`, and the names of those that it includes in turn."""
+    try:
+        content = (template_include_dir() / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "", ()  # the compiler will say so, with the line that includes it
+    folder = name.rpartition("/")[0]
+    found = re.findall(r'#\s*include\s*(?:<(gemmgen/[^>]+)>|"([^"]+)")', content)
+    return content, tuple(full or (own if own.startswith("gemmgen/") else f"{folder}/{own}") for full, own in found)
