@@ -37,7 +37,7 @@ def derive(cotangents: Mapping[Node, Node], wrt: Iterable[Node]) -> dict[Node, N
     grads = dict(cotangents)
     needed = dependents(cotangents, wanted)
     for node in reversed(list(topological(cotangents))):
-        if node in grads and node in needed:
+        if node.args and node in grads and node in needed:
             for arg, grad in zip(node.args, VJP[node.op](node, grads[node]), strict=True):
                 if grad is not None and arg in needed:
                     grads[arg] = add(grads[arg], grad) if arg in grads else grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Mapping
 
 from gemmgen import dsl
@@ -10,7 +11,7 @@ from gemmgen.dtypes import DType
 from gemmgen.errors import GemmgenError, TraceError
 from gemmgen.ir import build
 from gemmgen.ir.graph import Graph, Location, Parameter, Result
-from gemmgen.ir.node import Axes, Node, Op
+from gemmgen.ir.node import Axes, Op
 from gemmgen.ir.verify import verified
 
 KINDS: dict[str, Axes] = {kind.__name__: kind.axes for kind in (dsl.Row, dsl.Col, dsl.Tile, dsl.Scalar)}
@@ -28,11 +29,12 @@ def trace(epilogue: dsl.Epilogue, accum: DType = DType.F32) -> Graph:
         VerifyError: the traced graph breaks a rule of the IR.
     """
     parameters = parameters_of(epilogue)
-    locations: dict[Node, Location] = {}
+    accumulator = dsl.Value(build.accum(accum))
+    loads = {p.name: dsl.Value(build.load(p.name, p.axes)) for p in parameters}
+    locations = {value.node: _declaration(epilogue) for value in (accumulator, *loads.values())}
     token = dsl.current_locations.set(locations)
     try:
-        loads = {p.name: dsl.Value(build.load(p.name, p.axes)) for p in parameters}
-        returned = epilogue.fn(dsl.Value(build.accum(accum)), **loads)
+        returned = epilogue.fn(accumulator, **loads)
     except GemmgenError as error:
         raise type(error)(f"{error}\n  while tracing epilogue `{epilogue.name}`") from None
     finally:
@@ -40,6 +42,15 @@ def trace(epilogue: dsl.Epilogue, accum: DType = DType.F32) -> Graph:
     container, values = _unpacked(epilogue.name, returned)
     results = tuple(_result(epilogue.name, name, value) for name, value in values.items())
     return verified(Graph(epilogue.name, accum, parameters, results, container, locations))
+
+
+def _declaration(epilogue: dsl.Epilogue) -> Location:
+    """The first line of the function, decorators included: where its parameters come from."""
+    code = getattr(inspect.unwrap(epilogue.fn), "__code__", None)
+    if code is None:  # a callable object or a partial
+        return Location("<unknown>", 0, repr(epilogue.fn))
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return Location(code.co_filename, code.co_firstlineno, line)
 
 
 def parameters_of(epilogue: dsl.Epilogue) -> tuple[Parameter, ...]:
