@@ -19,6 +19,8 @@ from gemmgen.signature import Input, Kind, Output, Reduce
 ROWS_PER_CTA = 64
 COLUMN_LANES = 32
 FINISH_SLICES = 8
+FINISH_THREADS = 32 * FINISH_SLICES
+MAX_GRID_Z = 65_535  # both kernels loop over further batches
 
 # (identity, what combines two floats); max and min propagate NaN
 COMBINE: dict[Reduce, tuple[str, str]] = {
@@ -79,9 +81,20 @@ def render_finish(reduce: Reduce, dtype: DType) -> str:
 
 def partial_count(kind: Kind, rows: int, columns: int, vector: int) -> int:
     """How many partials `gemmgen_pointwise` writes along the reduced axis of an output of `kind`."""
-    if kind is Kind.ROW:
-        return -(-rows // ROWS_PER_CTA)
-    return -(-columns // (COLUMN_LANES * vector))
+    tiles_m, tiles_n = grid(rows, columns, vector)
+    return tiles_m if kind is Kind.ROW else tiles_n
+
+
+def grid(rows: int, columns: int, vector: int) -> tuple[int, int]:
+    """CTAs of `gemmgen_pointwise` along M and along N."""
+    return -(-rows // ROWS_PER_CTA), -(-columns // (COLUMN_LANES * vector))
+
+
+def finish_grid(batches: int, kept: int) -> tuple[tuple[int, int, int], bool]:
+    """The grid of `gemmgen_finish` for results `[batches, kept]`, and whether a CTA serves a single one of them."""
+    is_narrow = kept < COLUMN_LANES
+    blocks = kept if is_narrow else -(-kept // COLUMN_LANES)
+    return (blocks, 1, min(batches, MAX_GRID_Z)), is_narrow
 
 
 def _inputs(inputs: Sequence[Input], kind: Kind) -> list[_Place]:

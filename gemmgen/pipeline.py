@@ -1,0 +1,64 @@
+"""The order of all passes, on one screen. Pure: no GPU, no disk.
+
+    epilogue function --trace--> Graph --simplify--> Graph --bind--> Signature --choose--> GemmConfig
+        --lower and render--> KernelSource (skeleton + functor)   or, unfused, the pointwise module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gemmgen.arch import Arch
+from gemmgen.bind import Binding
+from gemmgen.choose import REJECT
+from gemmgen.config import GemmConfig
+from gemmgen.dsl import Epilogue
+from gemmgen.dtypes import DType
+from gemmgen.errors import IllegalConfig
+from gemmgen.ir.graph import Graph
+from gemmgen.ir.verify import verified
+from gemmgen.lower import sm80, sm90
+from gemmgen.pointwise import render_pointwise
+from gemmgen.render import render_functors
+from gemmgen.signature import Signature
+from gemmgen.simplify import simplify
+from gemmgen.source import KernelSource
+from gemmgen.trace import trace
+
+RENDER_SKELETON: dict[str, Callable[[Signature, GemmConfig, Arch], str]] = {
+    "sm90": sm90.render_skeleton,
+    "sm80": sm80.render_skeleton,
+}
+
+
+def graph_of(epilogue: Epilogue, accum: DType = DType.F32) -> Graph:
+    """The canonical graph of an epilogue.
+
+    Raises:
+        TraceError, VerifyError: the function is not an epilogue; the message names the line.
+    """
+    return verified(simplify(trace(epilogue, accum)))
+
+
+def kernel_source(binding: Binding, config: GemmConfig, arch: Arch) -> KernelSource:
+    """The CUDA text of the fused kernel.
+
+    Raises:
+        IllegalConfig: `config` cannot run the problem on `arch`; the message says why.
+    """
+    signature = binding.signature
+    if reason := REJECT[config.family](signature, config, arch):
+        raise IllegalConfig(f"{config.label} cannot run `{binding.graph.name}` on {arch.name}: {reason}")
+    return KernelSource(
+        name=f"{binding.graph.name}_{config.label}",
+        arch=arch,
+        skeleton=RENDER_SKELETON[config.family](signature, config.compiled(), arch),
+        functor=render_functors(binding.graph, binding.slots, [output.dtype for output in signature.outputs]),
+    )
+
+
+def pointwise_source(binding: Binding, vector: int) -> str:
+    """The CUDA text of the unfused epilogue: the same functors over an accumulator in memory."""
+    return render_pointwise(
+        binding.graph, binding.slots, binding.signature.inputs, binding.signature.outputs, vector
+    )

@@ -1,0 +1,161 @@
+"""What one call computes: its extents, the checks of its operands, and the shapes and dtypes of its results.
+
+Works on anything with a tensor's metadata, so that the CPU, CUDA and fake implementations agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemmgen.dtypes import DType, dtype_of
+from gemmgen.errors import OperandError, ShapeMismatch, UnsupportedOp
+from gemmgen.ir.graph import Graph, Parameter, Result
+from gemmgen.ir.node import Axes
+
+MATRIX_DTYPES = (DType.F64, DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8)
+EIGHT_BIT = (DType.E4M3, DType.E5M2, DType.I8)
+FP8 = (DType.E4M3, DType.E5M2)
+
+
+@dataclass(frozen=True)
+class Extents:
+    """`D[L, M, N]` from `A[L, M, K]` and `B[L, K, N]`; `batched` tells whether results keep the L axis."""
+
+    M: int
+    N: int
+    K: int
+    L: int
+    batched: bool
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        """The shape of something that varies along `axes`, L in front when batched."""
+        return ((self.L,) if self.batched else ()) + self.unbatched(axes)
+
+    def unbatched(self, axes: Axes) -> tuple[int, ...]:
+        return ((self.M,) if Axes.COL in axes else ()) + ((self.N,) if Axes.ROW in axes else ())
+
+
+def extents_of(name: str, A: Tensor, B: Tensor) -> Extents:
+    """The extents of `A[(L,) M, K] @ B[(L,) K, N]`.
+
+    Raises:
+        ShapeMismatch: the ranks or the extents do not fit.
+    """
+    for matrix, letter in ((A, "A"), (B, "B")):
+        if matrix.dim() not in (2, 3):
+            raise ShapeMismatch(
+                f"`{name}`: {letter} has shape {tuple(matrix.shape)}, that is {matrix.dim()} dimensions\n"
+                f"  A is [M, K] or [L, M, K], B is [K, N] or [L, K, N]. For a vector use {letter}.unsqueeze(0)."
+            )
+    M, K = A.shape[-2], A.shape[-1]
+    if B.shape[-2] != K:
+        hint = " Did you mean B.t()? (nn.Linear weights are [N, K]: use gg.linear.)" if B.shape[-1] == K else ""
+        raise ShapeMismatch(
+            f"`{name}`: A is {tuple(A.shape)} and B is {tuple(B.shape)}: K is {K} in A and {B.shape[-2]} in B\n"
+            f"  A's last and B's last but one extent must be equal.{hint}"
+        )
+    batched = A.dim() == 3 or B.dim() == 3
+    L = A.shape[0] if A.dim() == 3 else B.shape[0] if B.dim() == 3 else 1
+    if A.dim() == 3 and B.dim() == 3 and A.shape[0] != B.shape[0]:
+        raise ShapeMismatch(
+            f"`{name}`: A is {tuple(A.shape)} and B is {tuple(B.shape)}: L is {A.shape[0]} in A and {B.shape[0]} in B\n"
+            "  Batched matrices need the same L; a 2-D one is shared by all batches."
+        )
+    return Extents(M, B.shape[-1], K, L, batched)
+
+
+def check_matrices(name: str, A: Tensor, B: Tensor) -> tuple[DType, DType]:
+    """The element types of A and B.
+
+    Raises:
+        OperandError: they cannot be multiplied with each other.
+        UnsupportedOp: gemmgen has no mainloop for the type.
+    """
+    a, b = dtype_of(A.dtype), dtype_of(B.dtype)
+    for letter, dtype in (("A", a), ("B", b)):
+        if dtype not in MATRIX_DTYPES:
+            raise UnsupportedOp(
+                f"`{name}`: {letter} is {dtype.text}, for which there is no mainloop\n"
+                f"  A and B may be {', '.join(d.text for d in MATRIX_DTYPES)}."
+            )
+    if a is not b and not (a in FP8 and b in FP8):
+        raise OperandError(
+            f"`{name}`: A is {A.dtype} and B is {B.dtype}\n"
+            "  They must have one dtype (the two fp8 types may be mixed). Cast one of them."
+        )
+    if A.device != B.device:
+        raise OperandError(f"`{name}`: A is on {A.device} and B on {B.device}\n  Move them to one device.")
+    return a, b
+
+
+def check_operand(name: str, parameter: Parameter, value: Tensor, extents: Extents, A: Tensor) -> None:
+    """Refuses an operand of the wrong shape, dtype or device.
+
+    Raises:
+        ShapeMismatch, OperandError: says what was expected.
+    """
+    operand = f"`{name}`: operand `{parameter.name}`"
+    if value.device != A.device:
+        raise OperandError(f"{operand} is on {value.device}, A on {A.device}\n  Move it to A's device.")
+    dtype_of(value.dtype)
+    plain = extents.unbatched(parameter.axes)
+    allowed = [plain, (extents.L, *plain)] if extents.batched else [plain]
+    if parameter.axes is Axes.SCALAR:
+        allowed.append((1,))
+    if tuple(value.shape) not in allowed:
+        kind = {Axes.ROW: "gg.Row", Axes.COL: "gg.Col", Axes.TILE: "gg.Tile", Axes.SCALAR: "gg.Scalar"}
+        raise ShapeMismatch(
+            f"{operand} has shape {tuple(value.shape)}; declared {kind[parameter.axes]}, it must be "
+            f"{' or '.join(str(shape) for shape in allowed)}\n"
+            f"  (M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L}). "
+            + _shape_hint(parameter, tuple(value.shape), extents)
+        )
+
+
+def _shape_hint(parameter: Parameter, shape: tuple[int, ...], extents: Extents) -> str:
+    if parameter.axes is Axes.ROW and shape == (extents.M,):
+        return "This is one value per row of D: annotate it gg.Col."
+    if parameter.axes is Axes.COL and shape == (extents.N,):
+        return "This is one value per column of D: annotate it gg.Row."
+    if sorted((1, *extents.unbatched(parameter.axes))) == sorted(shape):
+        return "Drop the axis of extent 1 with .squeeze()."
+    return "Reshape it, or declare another kind."
+
+
+def result_dtype(result: Result, a: DType, out_dtype: DType | None) -> DType:
+    """The dtype that `result` is stored in: its own, else fp32 for reductions, else `out_dtype` or A's.
+
+    8-bit A gives bf16; float64 A gives float64 throughout.
+    """
+    if result.dtype is not None:
+        return result.dtype
+    if result.is_reduction:
+        return DType.F64 if a is DType.F64 else DType.F32
+    return out_dtype or (DType.BF16 if a in EIGHT_BIT else a)
+
+
+def result_axes(result: Result) -> Axes:
+    """What the stored result varies along: a reduction's axes, else the whole tile."""
+    return result.node.axes if result.is_reduction else Axes.TILE
+
+
+def bind_names(name: str, parameters: Sequence[Parameter], operands: Mapping[str, object]) -> list[object]:
+    """The operands of a call in declared order.
+
+    Raises:
+        OperandError: one is missing or unknown.
+    """
+    expected = [p.name for p in parameters]
+    missing = [p for p in expected if p not in operands]
+    unknown = [p for p in operands if p not in expected]
+    if missing or unknown:
+        raise OperandError(
+            f"`{name}` got operands {sorted(operands)}"
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            + f"\n  It is declared as {name}(accum{''.join(', ' + p for p in expected)})."
+        )
+    return [operands[p] for p in expected]

@@ -1,0 +1,367 @@
+"""Runs an epilogue's GEMM on a CUDA device: plans a call once per distinct metadata, then only fills pointers.
+
+A plan holds the loaded kernel, the argument struct with every stride filled in, and what to allocate. It makes no
+copy of anything and never synchronises, so that a call can be captured into a CUDA graph once its plan exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gemmgen import choose, jit, pipeline, pointwise
+from gemmgen.arch import Arch, arch_of_capability
+from gemmgen.bind import Binding, MatrixReading, bind, result_shape
+from gemmgen.config import GemmConfig
+from gemmgen.dtypes import DType, dtype_of
+from gemmgen.errors import UnsupportedOp
+from gemmgen.evaluate import TORCH_DTYPES, round_to
+from gemmgen.ir.graph import Graph
+from gemmgen.problem import check_matrices, check_operand, extents_of, result_dtype
+from gemmgen.signature import Kind, Output, Reduce
+
+MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
+RASTER = {"heuristic": 0, "M": 1, "N": 2}
+IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: float("-inf"), Reduce.MIN: float("inf")}
+
+Operands = Mapping[str, "Tensor | float"]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last step of reduction output `index`: its partials [L, P, X] become the result."""
+
+    index: int
+    module: jit.Module
+    second: jit.Module | None  # reduces N as well, for a result over both axes
+    partials: tuple[int, int, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Plan:
+    """Everything about a call but its pointers."""
+
+    binding: Binding
+    config: GemmConfig | None  # None: the pointwise kernel over an empty K
+    kernel: jit.Kernel | None
+    module: jit.Module | None
+    args: jit.Args
+    workspace_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    torch_dtypes: tuple[torch.dtype, ...]
+    finishes: tuple[Finish, ...]
+    grid: tuple[int, int, int] = (1, 1, 1)
+    estimates: tuple[choose.Ranked, ...] = field(default=(), repr=False)
+
+
+class Runner:
+    """Runs one graph (per accumulator type) on CUDA devices; safe to use from several threads."""
+
+    def __init__(self, graph_for: Callable[[DType], Graph], config: GemmConfig | None = None):
+        self._graph_for = graph_for
+        self.config = config
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(
+        self,
+        A: Tensor,
+        B: Tensor,
+        operands: Operands,
+        out_dtype: torch.dtype | None = None,
+        outs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The results of the graph in order; written into `outs` where given."""
+        with torch.cuda.device(A.device):
+            plan = self._plan(A, B, operands, out_dtype, outs)
+            return _run(plan, A, B, operands, outs)
+
+    def plan(
+        self, A: Tensor, B: Tensor, operands: Operands, out_dtype: torch.dtype | None
+    ) -> Plan:
+        """The plan of a call, made now if it has not been made yet."""
+        with torch.cuda.device(A.device):
+            return self._plan(A, B, operands, out_dtype, None)
+
+    def _plan(
+        self,
+        A: Tensor,
+        B: Tensor,
+        operands: Operands,
+        out_dtype: torch.dtype | None,
+        outs: Sequence[Tensor] | None,
+    ) -> Plan:
+        key = (A.get_device(), out_dtype, torch.get_float32_matmul_precision() if A.dtype == torch.float32
+               else None, _metadata(A), _metadata(B), *map(_metadata, operands.values()), *map(_metadata, outs or ()))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(A, B, operands, out_dtype, outs)
+            with self._lock:
+                self._plans[key] = plan
+                if len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
+        return plan
+
+    def _make(
+        self,
+        A: Tensor,
+        B: Tensor,
+        operands: Operands,
+        out_dtype: torch.dtype | None,
+        outs: Sequence[Tensor] | None,
+    ) -> Plan:
+        binding = bind_call(self._graph_for, A, B, operands, out_dtype, outs)
+        properties = torch.cuda.get_device_properties(A.device)
+        arch = arch_of_capability((properties.major, properties.minor), properties.name)
+        extents = binding.extents
+        if extents.K == 0 or 0 in (extents.M, extents.N, extents.L):
+            return _pointwise_plan(binding, arch)
+        return _fused_plan(binding, arch, self.config, properties.multi_processor_count)
+
+
+def bind_call(
+    graph_for: Callable[[DType], Graph],
+    A: Tensor,
+    B: Tensor,
+    operands: Operands,
+    out_dtype: torch.dtype | None,
+    outs: Sequence[Tensor] | None = None,
+) -> Binding:
+    """Check the operands of a call and decide how they are read.
+
+    Raises:
+        GemmgenError: says which operand is wrong, what was expected, and what to do.
+    """
+    a, _ = check_matrices("gemm", A, B)
+    graph = graph_for(DType.I32 if a is DType.I8 else DType.F32)
+    extents = extents_of(graph.name, A, B)
+    check_matrices(graph.name, A, B)
+    for parameter in graph.parameters:
+        value = operands[parameter.name]
+        if isinstance(value, Tensor):
+            check_operand(graph.name, parameter, value, extents, A)
+    if a is DType.F64 and not A.is_cpu:
+        raise UnsupportedOp(
+            f"`{graph.name}`: there is no float64 mainloop for {A.device.type}\n  Use float32, or run it on the CPU."
+        )
+    wanted = dtype_of(out_dtype) if out_dtype is not None else None
+    dtypes = [result_dtype(result, a, wanted) for result in graph.results]
+    return bind(graph, extents, A, B, operands, dtypes, math_of(a), outs or ())
+
+
+def math_of(a: DType) -> str:
+    """The mainloop's arithmetic; fp32 follows `torch.set_float32_matmul_precision`."""
+    if a is not DType.F32:
+        return "tensor"
+    return "simt" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _metadata(value: Tensor | float) -> object:
+    if isinstance(value, Tensor):
+        return (value.dtype, value.shape, value.stride(), value.data_ptr() & 15)
+    return None
+
+
+# Plans
+
+
+def _fused_plan(binding: Binding, arch: Arch, config: GemmConfig | None, sm_count: int) -> Plan:
+    estimates: tuple[choose.Ranked, ...] = ()
+    if config is None:
+        estimates = tuple(choose.ranked(binding.signature, binding.extents, arch, sm_count))
+        config = estimates[0].config
+    (built,) = jit.build([pipeline.kernel_source(binding, config, arch)])
+    kernel = jit.load_kernel(built)
+    args = _filled(binding, sm_count, config)
+    counts = [
+        kernel.partial_count(args, i) if output.reduce else 0 for i, output in enumerate(binding.signature.outputs)
+    ]
+    finishes = _finishes(binding, arch, counts, args)
+    return _plan_of(binding, config, kernel, None, args, kernel.workspace_bytes(args), finishes, estimates=estimates)
+
+
+def _pointwise_plan(binding: Binding, arch: Arch) -> Plan:
+    extents = binding.extents
+    vector = min(8, binding.signature.tile_alignment)
+    args = _filled(binding, 0, None)
+    module = None
+    if 0 not in (extents.M, extents.N, extents.L):
+        module = jit.load_module(jit.build_module(pipeline.pointwise_source(binding, vector), arch))
+    counts = [
+        pointwise.partial_count(output.kind, extents.M, extents.N, vector) if output.reduce else 0
+        for output in binding.signature.outputs
+    ]
+    finishes = _finishes(binding, arch, counts, args)
+    tiles_m, tiles_n = pointwise.grid(extents.M, extents.N, vector)
+    grid = (tiles_m * tiles_n, 1, min(extents.L, pointwise.MAX_GRID_Z))
+    return _plan_of(binding, None, None, module, args, 0, finishes, grid=grid)
+
+
+def _plan_of(
+    binding: Binding,
+    config: GemmConfig | None,
+    kernel: jit.Kernel | None,
+    module: jit.Module | None,
+    args: jit.Args,
+    workspace_bytes: int,
+    finishes: tuple[Finish, ...],
+    grid: tuple[int, int, int] = (1, 1, 1),
+    estimates: tuple[choose.Ranked, ...] = (),
+) -> Plan:
+    shapes = tuple(result_shape(binding, i) for i in range(len(binding.dtypes)))
+    torch_dtypes = tuple(TORCH_DTYPES[dtype] for dtype in binding.dtypes)
+    return Plan(
+        binding, config, kernel, module, args, workspace_bytes, shapes, torch_dtypes, finishes, grid, estimates
+    )
+
+
+def _filled(binding: Binding, sm_count: int, config: GemmConfig | None) -> jit.Args:
+    """The argument struct with everything but pointers and output strides."""
+    args = jit.Args()
+    extents = binding.extents
+    args.m, args.n, args.k, args.l = extents.M, extents.N, extents.K, extents.L
+    for target, reading in ((args.a, binding.a), (args.b, binding.b)):
+        target.ld, target.batch_stride = reading.ld, reading.batch_stride
+    for i, operand in enumerate(binding.readings):
+        if operand is not None:
+            args.inputs[i].row_stride, args.inputs[i].batch_stride = operand.row_stride, operand.batch_stride
+    for i, output in enumerate(binding.signature.outputs):
+        if output.reduce is None:
+            args.outputs[i].row_stride = extents.N
+            args.outputs[i].batch_stride = extents.M * extents.N
+    args.sm_count = sm_count
+    if config is not None:
+        args.swizzle, args.raster, args.split_k = config.swizzle, RASTER[config.raster], config.split_k
+    return args
+
+
+def _finishes(binding: Binding, arch: Arch, counts: Sequence[int], args: jit.Args) -> tuple[Finish, ...]:
+    extents = binding.extents
+    finishes = []
+    for i, (output, result) in enumerate(zip(binding.signature.outputs, binding.graph.results, strict=True)):
+        if output.reduce is None:
+            continue
+        kept = extents.N if output.kind is Kind.ROW else extents.M
+        over_both = result.node.attr == "MN"
+        args.outputs[i].row_stride, args.outputs[i].batch_stride = kept, kept * counts[i]
+        dtype = binding.dtypes[i]
+        empty = 0 in (extents.M, extents.N, extents.L)
+        first = None if empty else _finish_module(output, DType.F32 if over_both else dtype, arch)
+        second = None if empty or not over_both else _finish_module(output, dtype, arch)
+        shape = (extents.L, counts[i], kept)
+        if first is not None:
+            finishes.append(Finish(i, first, second, shape, result_shape(binding, i), TORCH_DTYPES[dtype]))
+    return tuple(finishes)
+
+
+def _finish_module(output: Output, dtype: DType, arch: Arch) -> jit.Module:
+    assert output.reduce is not None
+    return jit.load_module(jit.build_module(pointwise.render_finish(output.reduce, dtype), arch))
+
+
+# Calls
+
+
+def _run(plan: Plan, A: Tensor, B: Tensor, operands: Operands, outs: Sequence[Tensor] | None) -> list[Tensor]:
+    stream = torch.cuda.current_stream(A.device).cuda_stream
+    args = jit.Args.from_buffer_copy(plan.args)
+    keep = _bind_inputs(plan, args, A, B, operands)
+    results, partials = _bind_outputs(plan, args, A.device, outs)
+    if plan.kernel is not None:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=A.device)
+        plan.kernel.run(args, workspace.data_ptr(), stream)
+    elif plan.module is not None:
+        plan.module.launch("gemmgen_pointwise", plan.grid, (256, 1, 1), [args], stream)
+    for finish in plan.finishes:
+        _finish(finish, partials[finish.index], results[finish.index], stream)
+    del keep
+    return results
+
+
+def _bind_inputs(plan: Plan, args: jit.Args, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
+    """Fill the input pointers; the tensors returned must live until the launch."""
+    binding = plan.binding
+    a, b = _laid_out(A, binding.a, -1), _laid_out(B, binding.b, -2)
+    keep = [a, b]
+    if binding.extents.K:
+        args.a.ptr, args.b.ptr = a.data_ptr(), b.data_ptr()
+    for i, (slot, reading) in enumerate(zip(binding.slots, binding.readings, strict=True)):
+        if slot.name is None or reading is None:
+            continue
+        value = operands[slot.name]
+        if not isinstance(value, Tensor):
+            args.inputs[i].value = float(value)
+            continue
+        if reading.copied:
+            value = value.contiguous()
+        keep.append(value)
+        args.inputs[i].ptr = value.data_ptr()
+    return keep
+
+
+def _laid_out(matrix: Tensor, reading: MatrixReading, k_axis: int) -> Tensor:
+    """`matrix`, or its copy with K contiguous where no kernel takes its strides."""
+    if not reading.copied:
+        return matrix
+    return matrix.contiguous() if k_axis == -1 else matrix.mT.contiguous()
+
+
+def _bind_outputs(
+    plan: Plan, args: jit.Args, device: torch.device, outs: Sequence[Tensor] | None
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    results, partials = [], {}
+    for i, output in enumerate(plan.binding.signature.outputs):
+        if outs is not None:
+            result = outs[i]
+        elif output.reduce is not None and not plan.finishes:
+            identity = torch.full(plan.shapes[i], IDENTITY[output.reduce], device=device)
+            result = round_to(identity, plan.binding.dtypes[i])
+        else:
+            result = torch.empty(plan.shapes[i], dtype=plan.torch_dtypes[i], device=device)
+        results.append(result)
+        if output.reduce is None:
+            args.outputs[i].ptr = result.data_ptr()
+            if outs is not None:
+                _set_strides(args.outputs[i], result)
+    for finish in plan.finishes:
+        partials[finish.index] = torch.empty(finish.partials, dtype=torch.float32, device=device)
+        args.outputs[finish.index].ptr = partials[finish.index].data_ptr()
+    return results, partials
+
+
+def _set_strides(output: jit.OutputArgs, out: Tensor) -> None:
+    if out.shape[-2] > 1:
+        output.row_stride = out.stride(-2)
+    output.batch_stride = out.stride(0) if out.dim() == 3 and out.shape[0] > 1 else 0
+
+
+def _finish(finish: Finish, partials: Tensor, result: Tensor, stream: int) -> None:
+    L, P, X = finish.partials
+    if finish.second is None:
+        _launch_finish(finish.module, partials, result, (L, P, X), stream)
+        return
+    columns = torch.empty((L, X), dtype=torch.float32, device=partials.device)
+    _launch_finish(finish.module, partials, columns, (L, P, X), stream)
+    _launch_finish(finish.second, columns, result, (L, X, 1), stream)
+
+
+def _launch_finish(
+    module: jit.Module, partials: Tensor, result: Tensor, shape: tuple[int, int, int], stream: int
+) -> None:
+    """Combine `partials` of `shape` [L, P, X], contiguous, along P into `result` [L, X]."""
+    batches, count, kept = shape
+    grid, is_narrow = pointwise.finish_grid(batches, kept)
+    arguments = [
+        ctypes.c_void_p(partials.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(count),
+        ctypes.c_int64(kept), ctypes.c_int64(batches), ctypes.c_int64(kept), ctypes.c_int64(kept * count),
+        ctypes.c_int(is_narrow),
+    ]
+    module.launch("gemmgen_finish", grid, (pointwise.FINISH_THREADS, 1, 1), arguments, stream)
