@@ -31,6 +31,11 @@ _VISITORS = {
     Kind.COL_INDEX: "ColIndex",
 }
 _REDUCTIONS = {Kind.ROW: "RowReduction", Kind.COL: "ColReduction"}
+_PARTIAL_COUNTS = {
+    Kind.ROW: "Launcher::grid_m(*args)",
+    Kind.COL: "Launcher::grid_n(*args) * {}",
+    Kind.TILE: "0",
+}
 _REDUCE_OPS = {Reduce.SUM: "Sum", Reduce.MAX: "Max", Reduce.MIN: "Min"}
 
 
@@ -43,18 +48,23 @@ class _Math:
     math_operator: str
     accum: DType
     tiles: tuple[tuple[Shape, Shape, int], ...]
+    register_tiles: tuple[tuple[Shape, Shape, int], ...] = ()  # for operands that are staged through registers
 
 
 _TENSOR_16 = _Math(
     "OpClassTensorOp",
     (16, 8, 16),
-    "OpMultiplyAdd",
+    "cutlass::arch::OpMultiplyAdd",
     DType.F32,
     (
         ((128, 128, 32), (64, 64, 32), 4),
         ((256, 128, 32), (64, 64, 32), 3),
         ((128, 64, 32), (64, 32, 32), 4),
         ((64, 64, 32), (32, 32, 32), 4),
+    ),
+    (
+        ((128, 128, 32), (32, 64, 32), 2),
+        ((64, 64, 32), (32, 32, 32), 2),
     ),
 )
 _TENSOR_8_TILES = (
@@ -63,12 +73,37 @@ _TENSOR_8_TILES = (
     ((128, 64, 64), (64, 32, 64), 4),
     ((64, 64, 64), (32, 32, 64), 4),
 )
-_TENSOR_I8 = _Math("OpClassTensorOp", (16, 8, 32), "OpMultiplyAddSaturate", DType.I32, _TENSOR_8_TILES)
-_TENSOR_F8 = _Math("OpClassTensorOp", (16, 8, 32), "OpMultiplyAdd", DType.F32, _TENSOR_8_TILES)
+_TENSOR_8_REGISTER_TILES = (
+    ((128, 128, 64), (32, 64, 64), 2),
+    ((64, 64, 64), (32, 32, 64), 2),
+)
+_TENSOR_I8 = _Math(
+    "OpClassTensorOp",
+    (16, 8, 32),
+    "cutlass::arch::OpMultiplyAddSaturate",
+    DType.I32,
+    _TENSOR_8_TILES,
+    _TENSOR_8_REGISTER_TILES,
+)
+_TENSOR_F8 = _Math(
+    "OpClassTensorOp",
+    (16, 8, 32),
+    "gemmgen::sm80::PromotedMultiplyAdd",
+    DType.F32,
+    (
+        ((128, 128, 64), (32, 64, 64), 4),
+        ((128, 64, 64), (32, 32, 64), 4),
+        ((64, 64, 64), (32, 32, 64), 4),
+    ),
+    (
+        ((128, 64, 64), (32, 32, 64), 2),
+        ((64, 64, 64), (32, 32, 64), 2),
+    ),
+)
 _TF32 = _Math(
     "OpClassTensorOp",
     (16, 8, 8),
-    "OpMultiplyAdd",
+    "cutlass::arch::OpMultiplyAdd",
     DType.F32,
     (
         ((128, 128, 16), (64, 64, 16), 4),
@@ -79,7 +114,7 @@ _TF32 = _Math(
 _SIMT = _Math(
     "OpClassSimt",
     (1, 1, 1),
-    "OpMultiplyAdd",
+    "cutlass::arch::OpMultiplyAdd",
     DType.F32,
     (
         ((128, 128, 8), (32, 64, 8), 4),
@@ -114,6 +149,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     math_ = _math_of(signature)
     assert math_ and config.warp_shape and config.stages
     vector = _vector(signature)
+    row_partials = max(1, config.tile_shape[1] // vector // _WARP)
     return render(
         "sm80.cu.jinja",
         title=f"{config.label} for {arch.name}",
@@ -135,9 +171,9 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         splits_k=_bool(config.scheduler == "stream_k"),
         vector=vector,
         slots=_slots(signature, config, vector),
-        smem_limit=arch.smem_bytes,
+        smem_bytes=_smem_bytes(signature, config),
         inputs=[_input(i) for i in signature.inputs],
-        outputs=[_output(index, o, signature.accum) for index, o in enumerate(signature.outputs)],
+        outputs=[_output(index, o, row_partials) for index, o in enumerate(signature.outputs)],
         functor_parameters=", ".join([signature.accum.cutlass, *map(_parameter, signature.inputs)]),
         functor_arguments=", ".join(["accum[i]", *(f"in{j}.value(slot, i)" for j in range(len(signature.inputs)))]),
     )
@@ -154,7 +190,9 @@ def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str |
         return f"{arch.name} has no fp8 tensor cores: convert A and B to bf16"
     if signature.accum is not math_.accum:
         return f"{signature.a.dtype!r} inputs accumulate in {math_.accum!r}, not {signature.accum!r}"
-    return _reject_shape(config, math_) or _reject_stages(signature, config) or _reject_epilogue(signature, config, arch)
+    return (
+        _reject_shape(config, math_) or _reject_stages(signature, config) or _reject_epilogue(signature, config, arch)
+    )
 
 
 def legal_configs(signature: Signature, arch: Arch) -> list[GemmConfig]:
@@ -167,12 +205,12 @@ def legal_configs(signature: Signature, arch: Arch) -> list[GemmConfig]:
             family="sm80",
             tile_shape=tile,
             warp_shape=warp,
-            stages=2 if _needs_registers(signature) else stages,
+            stages=stages,
             kernel_schedule="multistage",
             scheduler=scheduler,
         )
         for scheduler in ("persistent", "stream_k")
-        for tile, warp, stages in math_.tiles
+        for tile, warp, stages in (math_.register_tiles if _needs_registers(signature) else math_.tiles)
     ]
     return [config for config in configs if reject_reason(signature, config, arch) is None]
 
@@ -200,10 +238,9 @@ def _reject_stages(signature: Signature, config: GemmConfig) -> str | None:
     assert config.stages is not None
     if _needs_registers(signature) and config.stages != 2:
         return f"cp.async moves {_CP_ASYNC_BYTES} bytes or more: these operands need stages=2, not {config.stages}"
-    if signature.math == "tf32" and config.stages < 3:
-        return "the two-stage mainloop has no tf32: use stages=3 or more"
-    if config.stages < 2:
-        return "a mainloop has two stages or more"
+    least = 3 if signature.a.dtype is DType.F32 else 2
+    if config.stages < least:
+        return f"a {signature.math} mainloop of {signature.a.dtype!r} has {least} stages or more"
     return None
 
 
@@ -211,10 +248,18 @@ def _reject_epilogue(signature: Signature, config: GemmConfig, arch: Arch) -> st
     vector = _vector(signature)
     if config.tile_shape[1] > _threads(config) * vector:
         return f"{_threads(config)} threads of {vector} columns do not cover a tile row of {config.tile_shape[1]}"
-    need = max(_mainloop_smem_bytes(signature, config), _epilogue_smem_bytes(config, vector)) + _VECTOR_BYTES
+    need = _smem_bytes(signature, config)
     if need > arch.smem_bytes:
-        return f"needs {need} B of shared memory, {arch.name} has {arch.smem_bytes} B: take a smaller tile or fewer stages"
+        return (
+            f"needs {need} B of shared memory, {arch.name} has {arch.smem_bytes} B: take a smaller tile or fewer stages"
+        )
     return None
+
+
+def _smem_bytes(signature: Signature, config: GemmConfig) -> int:
+    """Shared memory of the kernel; its device half asserts that this is enough."""
+    epilogue = _epilogue_smem_bytes(config, _vector(signature))
+    return max(_mainloop_smem_bytes(signature, config), epilogue) + _VECTOR_BYTES
 
 
 def _mainloop_smem_bytes(signature: Signature, config: GemmConfig) -> int:
@@ -249,7 +294,8 @@ def _vector(signature: Signature) -> int:
 
 def _slots(signature: Signature, config: GemmConfig, vector: int) -> int:
     """Rows whose loads a thread has in flight: enough to cover the latency of TILE inputs."""
-    values = 32 if any(i.kind is Kind.TILE for i in signature.inputs) else 8
+    tiles = sum(i.kind is Kind.TILE for i in signature.inputs)
+    values = {0: 8, 1: 32, 2: 16}.get(tiles, 8)
     steps = config.tile_shape[0] * config.tile_shape[1] // vector // _threads(config)
     return min(max(1, values // vector), steps)
 
@@ -286,6 +332,7 @@ def _matrix(signature: Signature, matrix: Matrix, k_major_layout: str, mn_major_
         "element": matrix.dtype.cutlass,
         "layout": f"cutlass::layout::{layout}",
         "alignment": _alignment(signature, matrix),
+        "bytes": matrix.dtype.bytes,
         "k_major": _bool(matrix.k_major),
     }
 
@@ -298,15 +345,16 @@ def _parameter(value: Input) -> str:
     return "int32_t" if value.kind in (Kind.ROW_INDEX, Kind.COL_INDEX) else "float"
 
 
-def _output(index: int, output: Output, accum: DType) -> dict[str, object]:
+def _output(index: int, output: Output, row_partials: int) -> dict[str, object]:
     functor_type = "int32_t" if output.dtype is DType.I32 and output.reduce is None else "float"
     if output.reduce is None:
-        node = f"AuxStore<{output.dtype.cutlass}, {functor_type}, Kernel::Map>"
+        node = f"AuxStore<{output.dtype.cutlass}, {functor_type}, Map>"
     else:
-        node = f"{_REDUCTIONS[output.kind]}<gemmgen::sm80::{_REDUCE_OPS[output.reduce]}, Kernel::Map>"
+        node = f"{_REDUCTIONS[output.kind]}<gemmgen::sm80::{_REDUCE_OPS[output.reduce]}, Map>"
     return {
         "index": index,
         "node": f"gemmgen::sm80::{node}",
         "functor_type": functor_type,
         "is_reduction": output.reduce is not None,
+        "partial_count": _PARTIAL_COUNTS[output.kind].format(row_partials),
     }

@@ -1,20 +1,12 @@
-// The parts of an sm80 kernel that do not depend on its epilogue: tile order, mainloop, split-K, staging, and the launcher.
+// The device parts of an sm80 kernel that do not depend on its epilogue: tile order, mainloop, split-K and staging.
 #pragma once
 #include <cutlass/gemm/threadblock/default_mma.h>
+#include <gemmgen/sm80_params.hpp>
+#include <gemmgen/sm80_promoted_mma.hpp>
+#include <gemmgen/sm80_strided_mma.hpp>
 #include <gemmgen/sm80_visitors.hpp>
 
 namespace gemmgen::sm80 {
-
-// Kernel parameters. Iterators are built from them on the device, so the launcher needs no CUTLASS code.
-struct Params {
-  Args args;
-  int32_t grid_m, grid_n;  // CTA tiles
-  int32_t along_n;         // neighbouring CTAs walk along N
-  int32_t slices;          // of K
-  int32_t slice_k;         // K of one slice, a multiple of the tile's
-  int32_t* arrivals;       // [tiles] slices that are done, zeroed before each launch
-  void* partials;          // [tiles, slices] accumulators
-};
 
 // The tile of this CTA. `swizzle` neighbouring rows (or columns) of tiles are walked together so that they share L2 lines.
 template <int kTileM, int kTileN>

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <limits>
 
-#include <gemmgen/sm80_kernel.hpp>
+#include <gemmgen/sm80_params.hpp>
 
 namespace gemmgen::sm80 {
+
+constexpr int64_t kAccumBytes = 4;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -30,7 +32,7 @@ struct Launcher {
   static int64_t workspace_bytes(Args const& args) {
     if (slices(args) == 1 || is_empty(args)) { return 0; }
     return aligned(tiles(args) * sizeof(int32_t)) +
-           tiles(args) * slices(args) * Kernel::kTileM * Kernel::kTileN * int64_t(sizeof(typename Kernel::Accum));
+           tiles(args) * slices(args) * Kernel::kTileM * Kernel::kTileN * kAccumBytes;
   }
 
   static bool is_aligned(MatrixArgs const& matrix, int32_t contiguous, int32_t strided, int32_t batches, int alignment,

@@ -243,8 +243,6 @@ struct RowReduction {
   int rows, columns;
   float reduced[Map::kVector];
 
-  static __host__ int64_t partials(int64_t grid_m, int64_t) { return grid_m; }
-
   __device__ RowReduction(OutputArgs const& args, Tile const& tile)
       : ptr(static_cast<float*>(args.ptr) + tile.batch * args.batch_stride + tile.grid_row * args.row_stride +
             tile.column),
@@ -274,8 +272,6 @@ template <class Op, class Map>
 struct ColReduction {
   float* ptr;
   int rows, columns;
-
-  static __host__ int64_t partials(int64_t, int64_t grid_n) { return grid_n * Map::kPartialsPerRow; }
 
   __device__ ColReduction(OutputArgs const& args, Tile const& tile)
       : ptr(static_cast<float*>(args.ptr) + tile.batch * args.batch_stride +
