@@ -6,22 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from bench import check
 from bench.cases import Case, Inputs, Outputs, draw_inputs, reference
+from bench.device import Device
 from bench.results import Row
 from bench.rungs import Rung, Unavailable, forget_compilations
 from bench.settings import Settings
 from bench.shapes import Shape
-from gemmgen.timing import Timing, WallRecorder, graphed, measure
+from gemmgen.timing import Call, Recorder, Timing, measure
 
 MIN_GRAPH_CALLS = 4
 MAX_GRAPH_CALLS = 32
-EAGER_CALLS = 20
 PROBLEM_BUDGET_S = 2.0
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Problem:
     shape: Shape
 
     def __str__(self) -> str:
-        return f"{self.case.name} {self.shape}"
+        return f"{self.case} {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -46,76 +42,80 @@ class Entry:
     gpu: Timing | None = None
     eager: Timing | None = None
 
+    @property
+    def is_timeable(self) -> bool:
+        return self.function is not None and self.reason is None
 
-def run_problem(problem: Problem, settings: Settings, refused: Mapping[str, str]) -> list[Row]:
-    """One row for each rung of `settings`; needs a GPU. `refused`: rungs not to run, with the reason."""
+
+def run_problem(problem: Problem, settings: Settings, refused: Mapping[str, str], device: Device) -> list[Row]:
+    """One row for each rung of `settings`. `refused`: rungs not to run, with the reason."""
     forget_compilations()
-    entries = check_rungs(problem, settings.rungs, refused)
-    timed = _time_small if problem.shape.is_small else _time_large
-    entries = timed(problem, entries, settings)
-    torch.cuda.empty_cache()
+    entries = check_rungs(problem, settings.rungs, refused, device)
+    time_entries = _time_small if problem.shape.is_small else _time_large
+    entries = time_entries(problem, entries, settings, device)
+    device.release_memory()
     return [row_of(problem, entry) for entry in entries]
 
 
-def check_rungs(
-    problem: Problem, rungs: Sequence[Rung], refused: Mapping[str, str], device: str = "cuda"
-) -> list[Entry]:
+def check_rungs(problem: Problem, rungs: Sequence[Rung], refused: Mapping[str, str], device: Device) -> list[Entry]:
     """Call each rung that is not refused, its outputs poisoned, and compare with float64."""
-    inputs = draw_inputs(problem.case, problem.shape, device)
+    inputs = draw_inputs(problem.case, problem.shape, device.torch_name)
     expected = reference(problem.case, inputs)
     torch_errors = check.torch_errors(problem.case, inputs, expected)
-    return [
-        Entry(rung, reason=refused[rung.name])
-        if rung.name in refused
-        else _checked(rung, problem, inputs, expected, torch_errors)
-        for rung in rungs
-    ]
+
+    def entry_of(rung: Rung) -> Entry:
+        if rung.name in refused:
+            return Entry(rung, reason=refused[rung.name])
+        entry, call = _called(rung, problem, inputs, device)
+        return _compared(entry, call, expected, torch_errors) if entry.is_timeable and rung.is_whole else entry
+
+    return [entry_of(rung) for rung in rungs]
 
 
-def _checked(
-    rung: Rung, problem: Problem, inputs: Inputs, expected: Outputs, torch_errors: tuple[check.Error, ...]
-) -> Entry:
+def _called(rung: Rung, problem: Problem, inputs: Inputs, device: Device) -> tuple[Entry, Call]:
+    """The entry after a first call, which compiles what is to be compiled."""
     try:
         prepared = rung.prepare(problem.case, problem.shape)
         call = inputs.bind(prepared.function)
         started = time.perf_counter()
         call()
-        _synchronize(inputs)
-        entry = Entry(rung, prepared.function, time.perf_counter() - started, note=prepared.note())
-        return _compared(entry, call, expected, torch_errors) if rung.is_whole else entry
+        device.synchronize()
+        first_call_s = time.perf_counter() - started
+        return Entry(rung, prepared.function, first_call_s, note=prepared.note(inputs)), call
     except Unavailable as unavailable:
-        return Entry(rung, reason=str(unavailable))
+        return Entry(rung, reason=str(unavailable)), _nothing
     except Exception as error:  # noqa: BLE001 - a rung that breaks is a result of this rung, not the end of the run
-        return Entry(rung, reason=_first_line(error))
+        return Entry(rung, reason=_first_line(error)), _nothing
 
 
 def _compared(entry: Entry, call: Call, expected: Outputs, torch_errors: tuple[check.Error, ...]) -> Entry:
-    found = check.errors(check.run_poisoned(call), expected)
+    try:
+        found = check.errors(check.run_poisoned(call), expected)
+    except (RuntimeError, ValueError) as error:
+        return replace(entry, reason=_first_line(error))
     worst = max(error.relative for error in found)
     return replace(entry, error=worst, reason=check.verdict(found, torch_errors))
 
 
-def _time_large(problem: Problem, entries: Sequence[Entry], settings: Settings) -> list[Entry]:
+def _time_large(problem: Problem, entries: Sequence[Entry], settings: Settings, device: Device) -> list[Entry]:
     """Events around single calls on one set of inputs, L2 flushed before each."""
-    inputs = draw_inputs(problem.case, problem.shape)
-    calls = {e.rung.name: inputs.bind(e.function) for e in entries if _is_timeable(e)}
-    timings = measure(calls, settings.rounds, min_rounds=settings.min_rounds, budget_s=PROBLEM_BUDGET_S)
+    inputs = draw_inputs(problem.case, problem.shape, device.torch_name)
+    calls = {e.rung.name: inputs.bind(e.function) for e in entries if e.function and e.is_timeable}
+    timings = _measured(calls, 1, device.gpu_recorder, settings)
     return [replace(entry, gpu=timings.get(entry.rung.name)) for entry in entries]
 
 
-def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings) -> list[Entry]:
+def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings, device: Device) -> list[Entry]:
     """GPU time from captured graphs that go round several sets of inputs, and wall time of eager calls."""
-    input_sets = _input_sets(problem)
-    chains = {e.rung.name: _chain(e.function, input_sets) for e in entries if _is_timeable(e)}
-    eager = _time_eager(chains, len(input_sets), settings)
-    graphs, reasons = _captured(chains)
-    timings = measure(
-        graphs, settings.rounds, min_rounds=settings.min_rounds, budget_s=PROBLEM_BUDGET_S, calls=len(input_sets)
-    )
+    input_sets = _input_sets(problem, device)
+    chains = {e.rung.name: _chain(e.function, input_sets) for e in entries if e.function and e.is_timeable}
+    eager = _measured(chains, len(input_sets), device.wall_recorder, settings)
+    graphs, reasons = _captured(chains, device)
+    gpu = _measured(graphs, len(input_sets), device.gpu_recorder, settings)
     return [
         replace(
             entry,
-            gpu=timings.get(entry.rung.name),
+            gpu=gpu.get(entry.rung.name),
             eager=eager.get(entry.rung.name),
             reason=reasons.get(entry.rung.name, entry.reason),
         )
@@ -123,16 +123,22 @@ def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings) 
     ]
 
 
-def _is_timeable(entry: Entry) -> bool:
-    return entry.function is not None and entry.reason is None
+def _measured(callables: Mapping[str, Call], calls: int, recorder: Recorder, settings: Settings) -> dict[str, Timing]:
+    return measure(
+        callables,
+        settings.rounds,
+        min_rounds=settings.min_rounds,
+        budget_s=PROBLEM_BUDGET_S,
+        calls=calls,
+        recorder=recorder,
+    )
 
 
-def _input_sets(problem: Problem) -> list[Inputs]:
+def _input_sets(problem: Problem, device: Device) -> list[Inputs]:
     """As many sets as overflow L2 twice, so that a graph that goes round them finds none there."""
-    first = draw_inputs(problem.case, problem.shape)
-    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-    count = graph_calls(first.bytes, l2_bytes)
-    return [first, *(draw_inputs(problem.case, problem.shape, seed=seed) for seed in range(1, count))]
+    first = draw_inputs(problem.case, problem.shape, device.torch_name)
+    seeds = range(1, graph_calls(first.bytes, device.l2_bytes))
+    return [first, *(draw_inputs(problem.case, problem.shape, device.torch_name, seed) for seed in seeds)]
 
 
 def graph_calls(set_bytes: int, l2_bytes: int) -> int:
@@ -150,17 +156,12 @@ def _chain(function: Callable[..., object], input_sets: Sequence[Inputs]) -> Cal
     return run_all
 
 
-def _time_eager(chains: Mapping[str, Call], calls: int, settings: Settings) -> dict[str, Timing]:
-    recorder = WallRecorder(torch.cuda.synchronize)
-    return measure(chains, settings.min_rounds, min_rounds=3, budget_s=PROBLEM_BUDGET_S, calls=calls, recorder=recorder)
-
-
-def _captured(chains: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+def _captured(chains: Mapping[str, Call], device: Device) -> tuple[dict[str, Call], dict[str, str]]:
     """Graphs by rung, and the reason of each rung that cannot be captured."""
     graphs, reasons = {}, {}
     for name, chain in chains.items():
         try:
-            graphs[name] = graphed(chain)
+            graphs[name] = device.capture(chain)
         except RuntimeError as error:
             reasons[name] = f"cannot be captured into a CUDA graph: {_first_line(error)}"
     return graphs, reasons
@@ -190,11 +191,10 @@ def row_of(problem: Problem, entry: Entry) -> Row:
     }
 
 
+def _nothing() -> None:
+    """The call of a rung that cannot be called."""
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-def _synchronize(inputs: Inputs) -> None:
-    if inputs.A.is_cuda:
-        torch.cuda.synchronize()

@@ -47,7 +47,7 @@ def speedup(rungs: Rows, other: str | None) -> float | None:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Medians of every problem in microseconds, the fastest whole rung in bold, losses said in the last column."""
+    """GPU medians of every problem in microseconds, the fastest whole rung in bold, losses said in the last column."""
     problems = by_problem(rows)
     names = [name for name in RUNGS if any(name in rungs for rungs in problems.values())]
     header = ["case", "M x N x K", *(RUNGS[name].label for name in names), "gemmgen against the fastest other"]
@@ -81,6 +81,11 @@ def _against_fastest(rungs: Rows) -> str:
         return ABSENT
     loss = "" if ratio >= 1 else " (loss)"
     return f"{ratio:.2f}x {RUNGS[other].label}{loss}"
+
+
+def eager_table(rows: Sequence[Row]) -> str:
+    """Wall time of one eager call, host included, of the problems that are small enough for it to matter."""
+    return markdown_table([{**row, "median_us": row["eager_us"]} for row in rows if row.get("method") == "graph"])
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -135,6 +140,15 @@ def conditions(rows: Sequence[Row]) -> str:
     )
 
 
+def print_report(rows: Sequence[Row]) -> None:
+    """Everything that a result file says, as markdown; plain `print`, so that no line is folded."""
+    print(f"Median GPU time in microseconds, L2 cold. {conditions(rows)}.\n")
+    print(markdown_table(rows), summary(rows), sep="\n\n")
+    if any(row.get("eager_us") for row in rows):
+        print("\nWall time of one eager call in microseconds, host included, back to back.\n")
+        print(eager_table(rows))
+
+
 def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print(__doc__)
@@ -143,8 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     if not rows:
         print("no rows of kernel times in these files")
         return 1
-    print(f"Median GPU time in microseconds, L2 cold. {conditions(rows)}.\n")
-    print(markdown_table(rows), summary(rows), sep="\n\n")
+    print_report(rows)
     return 0
 
 

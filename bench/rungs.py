@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases import Case, Outputs
+from bench.cases import Case, Inputs, Outputs
 from bench.shapes import Shape
 
 
@@ -22,10 +22,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """`function(A, B, **operands)` computes the case; `note()`, read after its first call, says how."""
+    """`function(A, B, **operands)` computes the case; `note(inputs)`, asked after a call on them, says how."""
 
     function: Callable[..., object]
-    note: Callable[[], str] = lambda: ""
+    note: Callable[[Inputs], str] = lambda inputs: ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _compiled_tail(case: Case, shape: Shape) -> Prepared:
         return tail(case.matmul(A, B, **operands), **operands)
 
     before = _kernels_generated()
-    return Prepared(product_then_tail, lambda: f"product + {_kernels_generated() - before} compiled kernel(s)")
+    return Prepared(product_then_tail, lambda inputs: f"product + {_kernels_generated() - before} compiled kernel(s)")
 
 
 def _cublaslt(case: Case, shape: Shape) -> Prepared:
@@ -86,7 +86,7 @@ def _max_autotune(case: Case, shape: Shape) -> Prepared:
 
     compiled = torch.compile(whole, mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True)
     before = _kernels_generated()
-    return Prepared(compiled, lambda: f"{_kernels_generated() - before} generated kernel(s)")
+    return Prepared(compiled, lambda inputs: f"{_kernels_generated() - before} generated kernel(s)")
 
 
 def _triton(case: Case, shape: Shape) -> Prepared:
@@ -94,7 +94,7 @@ def _triton(case: Case, shape: Shape) -> Prepared:
     from bench import triton_rung
 
     function, chosen = triton_rung.fused(case.name)
-    return Prepared(function, chosen)
+    return Prepared(function, lambda inputs: chosen())
 
 
 def _bare(case: Case, shape: Shape) -> Prepared:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from bench import plot, report, without_gpu
 from bench.builds import Build, build_all
+from bench.device import current_gpu
 from bench.problem import Problem, run_problem
 from bench.results import ResultFile, Row
 from bench.rungs import RUNGS
@@ -21,6 +22,7 @@ def run(settings: Settings, console: Console) -> int:
     """Measure, print and write everything; 1 when gemmgen gave a wrong answer or none."""
     if not torch.cuda.is_available():
         return without_gpu.run(settings, console)
+    device = current_gpu()
     problems = [Problem(case, shape) for shape in settings.shapes for case in settings.cases]
     started = time.perf_counter()
     builds = _builds(problems, settings, console)
@@ -29,7 +31,7 @@ def run(settings: Settings, console: Console) -> int:
         if time.perf_counter() - started > settings.budget_s:
             console.print(f"[bold]budget of {settings.budget_s:.0f} s is over, not measured:[/]", *problems[index:])
             break
-        rows = run_problem(problem, settings, refusals(problem, settings, autotune_seconds(results.rows)))
+        rows = run_problem(problem, settings, refusals(problem, settings, autotune_seconds(results.rows)), device)
         results.add(_with_build(row, builds.get(problem, Build())) for row in rows)
         console.print(table_of(f"{problem}", rows))
     return _conclude(results, settings, console)
@@ -85,7 +87,7 @@ def _number(value: float | None) -> str:
 
 
 def _conclude(results: ResultFile, settings: Settings, console: Console) -> int:
-    console.print(report.markdown_table(results.rows), report.summary(results.rows), sep="\n\n", markup=False)
+    report.print_report(results.rows)
     console.print(f"written: {results.path}")
     if settings.plot and results.rows:
         console.print(plot.save(results.rows, results.path.with_suffix(".png")))

@@ -1,26 +1,44 @@
 """One problem's way through checking, with rungs of the test's own on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bench.cases import CASES
-from bench.problem import Entry, Problem, check_rungs, graph_calls, row_of
+from bench.device import Device
+from bench.problem import Entry, Problem, check_rungs, graph_calls, row_of, run_problem
 from bench.rungs import RUNGS, Prepared, Rung, Unavailable
 from bench.settings import Settings
 from bench.shapes import Shape
 from bench.suite_epilogue import autotune_seconds, refusals
-from gemmgen.timing import Timing
+from gemmgen.timing import Timing, WallRecorder
 
 CASE = CASES["bias_silu"]
 PROBLEM = Problem(CASE, Shape(32, 48, 64))
 
 
+def nothing():
+    pass
+
+
+CPU = Device(
+    torch_name="cpu",
+    l2_bytes=100_000,
+    gpu_recorder=WallRecorder(nothing),
+    wall_recorder=WallRecorder(nothing),
+    capture=lambda call: call,
+    synchronize=nothing,
+    release_memory=nothing,
+)
+
+
 def rung_of(function, is_whole=True):
-    return Rung("gemmgen", "gemmgen", lambda case, shape: Prepared(function, lambda: "how"), is_whole)
+    return Rung("gemmgen", "gemmgen", lambda case, shape: Prepared(function, lambda inputs: "how"), is_whole)
 
 
 def checked(rung, refused=()):
-    (entry,) = check_rungs(PROBLEM, [rung], dict(refused), device="cpu")
+    (entry,) = check_rungs(PROBLEM, [rung], dict(refused), CPU)
     return entry
 
 
@@ -121,3 +139,33 @@ def test_autotune_seconds_count_that_rung_alone():
     ]
 
     assert autotune_seconds(rows) == 12.0
+
+
+def run_on(device, shape, tmp_path, names=("eager", "cublaslt", "bare")):
+    problem = Problem(CASES["bias_gelu_tanh"], shape)
+    chosen = Settings((problem.case,), (shape,), tuple(RUNGS[name] for name in names), tmp_path, rounds=8, min_rounds=7)
+    return {row["rung"]: row for row in run_problem(problem, chosen, {"cublaslt": "left out"}, device)}
+
+
+def test_a_small_problem_has_gpu_and_eager_times(tmp_path):
+    rows = run_on(CPU, Shape(16, 64, 64), tmp_path)
+
+    assert rows["eager"]["method"] == "graph" and rows["eager"]["n"] == rows["bare"]["n"] == 8
+    assert rows["eager"]["median_us"] > 0 and rows["eager"]["eager_us"] > 0
+    assert rows["cublaslt"]["median_us"] is None and rows["cublaslt"]["reason"] == "left out"
+
+
+def test_a_large_problem_has_gpu_times_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(Shape, "is_small", False)
+    rows = run_on(CPU, Shape(16, 64, 64), tmp_path)
+
+    assert rows["eager"]["method"] == "events" and rows["eager"]["n"] == 8 and rows["eager"]["eager_us"] is None
+
+
+def test_a_rung_that_cannot_be_captured_keeps_its_eager_time(tmp_path):
+    def capture(call):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    row = run_on(replace(CPU, capture=capture), Shape(16, 64, 64), tmp_path)["eager"]
+
+    assert "cannot be captured" in row["reason"] and row["median_us"] is None and row["eager_us"] > 0
