@@ -1,4 +1,4 @@
-"""Turns `KernelSource`s into cached cubins and launchers: skeletons once, functors and links per kernel, in parallel."""
+"""Turns `KernelSource`s into cached cubins and launchers, in parallel: skeletons once, a link per kernel."""
 
 from __future__ import annotations
 

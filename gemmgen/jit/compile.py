@@ -135,7 +135,7 @@ def _start(command: list[str], log: Path, directory: Path) -> subprocess.Popen[b
                 start_new_session=True,  # so that nvcc's own children can be killed with it
             )
         except OSError as error:
-            raise ToolchainError(f"{command[0]} does not run: {error}.\n  Set GEMMGEN_NVCC to one that does.") from error
+            raise ToolchainError(f"{command[0]} does not run: {error}.\n  Set GEMMGEN_NVCC to another.") from error
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -264,7 +264,7 @@ def _launcher(built: BuiltKernel) -> ctypes.CDLL:
     except OSError as error:
         raise LaunchError(f"the launcher of kernel `{built.name}` cannot be loaded: {error}") from error
     if (version := library.gemmgen_abi_version()) != ABI_VERSION:
-        raise LaunchError(f"the launcher of `{built.name}` speaks ABI {version}, gemmgen {ABI_VERSION}: clear the cache")
+        raise LaunchError(f"the launcher of `{built.name}` has ABI {version}, gemmgen {ABI_VERSION}: clear the cache")
     library.gemmgen_run.argtypes = (c_void_p, POINTER(Args), c_void_p, c_void_p)
     library.gemmgen_workspace_bytes.argtypes = (POINTER(Args),)
     library.gemmgen_workspace_bytes.restype = c_int64

@@ -24,7 +24,7 @@ class Progress:
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._show, name="gemmgen-progress", daemon=True)
 
-    def __enter__(self) -> Progress:  # noqa: PYI034 - Self needs Python 3.11
+    def __enter__(self) -> Progress:
         self._thread.start()
         return self
 

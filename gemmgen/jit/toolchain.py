@@ -238,7 +238,7 @@ def wheels_fault(nvcc: Path, version: Version) -> str | None:
     unfit = [f"{wheel} {have or '(missing)'}" for wheel, have in found.items() if not have.startswith(wanted + ".")]
     if not unfit:
         return None
-    return f"the nvcc wheel is {version_text(version)}, but: {', '.join(unfit)}.\n  Fit them: {_wheels_command(version)}"
+    return f"nvcc is the wheel {version_text(version)}, but: {', '.join(unfit)}.\n  Fit: {_wheels_command(version)}"
 
 
 def _wheels_command(version: Version) -> str:
@@ -359,8 +359,8 @@ def fit_fault(nvcc: Version | None, nvrtc: Version, nvjitlink: Version) -> str |
             continue
         have, linker = version_text(version), version_text(nvjitlink[:2])
         return (
-            f"{name} {have} does not fit nvJitLink {linker}: its LTO-IR needs an nvJitLink of CUDA {version[0]} that is "
-            f"at least as new.\n"
+            f"{name} {have} does not fit nvJitLink {linker}: "
+            f"its LTO-IR needs an nvJitLink of CUDA {version[0]} that is at least as new.\n"
             f'  Take {name} {linker}: pip install "{wheel}=={linker}.*"'
             + (" (with its fellow wheels), or set GEMMGEN_NVCC to one" if name == "nvcc" else "")
             + f', or a newer nvJitLink: pip install "nvidia-nvjitlink>={version_text(version[:2])}"'

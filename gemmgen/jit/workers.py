@@ -52,7 +52,7 @@ class Workers:
 def _fulfil(future: Future[T], task: Callable[[], T]) -> None:
     try:
         future.set_result(task())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+    except BaseException as error:  # handed to whoever asks for the result
         future.set_exception(error)
 
 
