@@ -1,0 +1,39 @@
+"""Marks that depend on the machine, and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("gemmgen", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("gemmgen")
+
+
+def _capability() -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = _capability()
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is None:
+            continue
+        wanted = mark.kwargs.get("sm", 80)
+        if here is None:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU of sm{wanted} or newer; there is none here"))
+        elif here < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs sm{wanted}, this GPU is sm{here}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests never read or fill the user's own cache, unless a cache is named."""
+    if "GEMMGEN_CACHE_DIR" not in os.environ:
+        os.environ["GEMMGEN_CACHE_DIR"] = str(tmp_path_factory.getbasetemp().parent / "gemmgen-cache")

@@ -1,0 +1,200 @@
+"""The fused kernels against the float64 reference: dtypes, layouts, shapes, operand kinds, reductions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import gemmgen as gg
+from tests.oracle import assert_close, integers, listed, uniform
+
+pytestmark = pytest.mark.gpu(sm=90)
+CUDA = "cuda"
+
+
+@gg.epilogue
+def kitchen(accum, row: gg.Row, col: gg.Col, tile: gg.Tile, alpha: gg.Scalar):
+    value = gg.relu(accum * alpha + row) - col + tile
+    masked = gg.where(gg.col_index() <= gg.row_index() + 3, value, -value)
+    return {"D": value, "masked": masked, "sums": gg.sum(value, over="M"), "peaks": gg.max(masked, over="N")}
+
+
+@gg.epilogue
+def totals(accum, row: gg.Row):
+    value = accum + row
+    return gg.sum(value, over="MN"), gg.sum(value, over="N"), gg.min(value, over="M"), gg.amax(value, over="MN")
+
+
+@gg.epilogue
+def every_output(accum, col: gg.Col):
+    value = accum * col
+    return (value.to(torch.float32), value.to(torch.bfloat16), value.to(torch.float16), value.to(torch.float8_e4m3fn),
+            value.to(torch.float8_e5m2), value.to(torch.int8), value.to(torch.int32))
+
+
+def operands_of(M: int, N: int, make=integers, dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = ()):
+    return {
+        "row": make(*lead, N, dtype=dtype, device=CUDA),
+        "col": make(*lead, M, dtype=dtype, device=CUDA),
+        "tile": make(*lead, M, N, dtype=dtype, device=CUDA),
+        "alpha": 2.0,
+    }
+
+
+def matrices(M: int, N: int, K: int, layout: str, dtype: torch.dtype, make=integers, lead: tuple[int, ...] = ()):
+    """A and B; a letter of `layout` is "n" for row-major, "t" for column-major."""
+    A = make(*lead, M, K, dtype=dtype, device=CUDA) if layout[0] == "n" else make(*lead, K, M, dtype=dtype, device=CUDA).mT
+    B = make(*lead, K, N, dtype=dtype, device=CUDA) if layout[1] == "n" else make(*lead, N, K, dtype=dtype, device=CUDA).mT
+    return A, B
+
+
+def assert_exact(op: gg.Gemm, A: Tensor, B: Tensor, operands, results) -> None:
+    for name, got, want in zip(op._result_names, listed(results), listed(op.reference(A, B, **operands)), strict=True):
+        assert torch.equal(got.double(), want.to(got.dtype).double()), f"result {name} differs: {_first(got, want)}"
+
+
+def _first(got: Tensor, want: Tensor) -> str:
+    wrong = (got.double() != want.to(got.dtype).double()).nonzero()
+    at = tuple(wrong[0].tolist())
+    return f"{len(wrong)} of {got.numel()} elements, first at {at}: {got[at].item()} instead of {want[at].item()}"
+
+
+SHAPES = [
+    pytest.param(128, 256, 64, id="one-tile"),
+    pytest.param(200, 136, 72, id="ragged"),
+    pytest.param(192, 192, 64, id="square-so-row-is-not-col"),
+    pytest.param(77, 131, 45, id="odd"),
+    pytest.param(1, 264, 136, id="one-row"),
+    pytest.param(130, 1, 33, id="one-column"),
+    pytest.param(70, 66, 1, id="k-of-1"),
+]
+LAYOUTS = ["nt", "nn", "tt", "tn"]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=["highest", "high"])
+def precision(request: pytest.FixtureRequest):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("M, N, K", SHAPES)
+def test_bf16_is_exact_on_integers(M, N, K, layout):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, layout, torch.bfloat16)
+    operands = operands_of(M, N, dtype=torch.bfloat16)
+    assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("M, N, K", SHAPES[:4])
+def test_other_inputs_are_exact_on_integers(M, N, K, dtype):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, "nt", dtype)
+    operands = operands_of(M, N)
+    assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("layout", ["nn", "tn"])
+def test_8_bit_inputs_of_any_layout(layout, dtype):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(160, 144, 96, layout, dtype)
+    operands = operands_of(160, 144)
+    assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize("M, N, K", SHAPES[1:4])
+def test_fp32_is_exact_on_integers(M, N, K, layout, precision):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, layout, torch.float32)
+    operands = operands_of(M, N)
+    assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
+@pytest.mark.parametrize("lead", [(1,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+@pytest.mark.parametrize("M, N, K", [(136, 264, 72), (33, 45, 21)], ids=["aligned", "odd"])
+def test_batches_are_exact_on_integers(M, N, K, layout, lead):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, layout, torch.bfloat16, lead=lead)
+    operands = operands_of(M, N, lead=lead, dtype=torch.bfloat16)
+    assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+    shared = operands_of(M, N, dtype=torch.bfloat16)
+    assert_exact(op, A, B[(0,) * len(lead)], shared, op(A, B[(0,) * len(lead)], out_dtype=torch.float32, **shared))
+
+
+@pytest.mark.parametrize("M, N, K", [(300, 520, 136), (65, 77, 40), (1, 8, 8)], ids=str)
+def test_reductions_are_finished_and_exact(M, N, K):
+    op = gg.Gemm(totals)
+    A, B = matrices(M, N, K, "nt", torch.bfloat16)
+    operands = {"row": integers(N, dtype=torch.bfloat16, device=CUDA)}
+    first = op(A, B, **operands)
+    assert_exact(op, A, B, operands, first)
+    assert all(torch.equal(x, y) for x, y in zip(first, op(A, B, **operands), strict=True))
+
+
+@pytest.mark.parametrize("M, N", [(144, 272), (51, 37)], ids=["aligned", "odd"])
+def test_every_output_dtype_rounds_as_the_contract_says(M, N):
+    op = gg.Gemm(every_output)
+    A, B = uniform(M, 64, dtype=torch.bfloat16, device=CUDA), uniform(64, N, dtype=torch.bfloat16, device=CUDA)
+    col = torch.logspace(-4, 6, M, device=CUDA)
+    on_gpu = op(A, B, col=col)
+    on_cpu = op(A.cpu().float(), B.cpu().float(), col=col.cpu())
+    for got, want in zip(on_gpu, on_cpu, strict=True):
+        assert got.dtype == want.dtype
+        got, want = got.cpu().double(), want.double()
+        # the accumulators differ in the order of their sums: an ulp of the result at a tie, here and there
+        assert (got == want).double().mean() > 0.98
+        assert torch.allclose(got, want, rtol=0.13 if got.abs().max() < 1e5 else 1e-2, atol=1.0)
+
+
+def test_int8_accumulators_are_stored_exactly():
+    @gg.epilogue
+    def identity(accum):
+        return accum.to(torch.int32)
+
+    op = gg.Gemm(identity)
+    for M, N, K in ((128, 256, 2048), (50, 70, 333)):
+        A, B = uniform(M, K, dtype=torch.int8, device=CUDA), uniform(N, K, dtype=torch.int8, device=CUDA).t()
+        assert torch.equal(op(A, B), (A.double() @ B.double()).to(torch.int32))
+
+
+SMOOTH = [gg.library.bias_gelu, gg.library.bias_gelu_tanh, gg.library.bias_silu]
+
+
+@pytest.mark.parametrize("epilogue", SMOOTH, ids=lambda e: e.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("M, N, K", [(256, 512, 256), (1000, 1003, 777)], ids=["aligned", "odd"])
+def test_activations_are_as_accurate_as_torch(M, N, K, dtype, epilogue):
+    op = gg.Gemm(epilogue)
+    A, B = matrices(M, N, K, "nt", dtype, make=uniform)
+    operands = {"bias": uniform(N, dtype=dtype, device=CUDA)}
+    assert_close(op, A, B, operands, op(A, B, **operands))
+
+
+CONFIGS = [
+    gg.GemmConfig("sm90", (128, 256, 64), (2, 1), "cooperative", swizzle=8, raster="N"),
+    gg.GemmConfig("sm90", (256, 128, 64), (1, 2), "cooperative", swizzle=4, raster="M"),
+    gg.GemmConfig("sm90", (256, 192, 64), (1, 2), "cooperative", (128, 64)),
+    gg.GemmConfig("sm90", (128, 192, 64), (2, 1), "pingpong", (64, 64)),
+    gg.GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong"),
+    gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2),
+    gg.GemmConfig("sm80", (128, 128, 32), kernel_schedule="multistage", stages=4, warp_shape=(64, 64, 32)),
+    gg.GemmConfig("sm80", (128, 64, 32), kernel_schedule="multistage", stages=4, warp_shape=(64, 32, 32),
+                  scheduler="stream_k", split_k=3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.label)
+def test_every_config_is_exact_on_integers(config):
+    op = gg.Gemm(kitchen, config=config)
+    for M, N, K in ((1024, 768, 512), (264, 520, 200)):
+        A, B = matrices(M, N, K, "nt", torch.bfloat16)
+        operands = operands_of(M, N, dtype=torch.bfloat16)
+        assert_exact(op, A, B, operands, op(A, B, **operands))
