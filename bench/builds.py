@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ from bench.shapes import Shape
 
 @dataclass(frozen=True)
 class Build:
-    """Seconds that one kernel took: `first_s` beside the other builds, `again_s` alone, from the cache."""
+    """Seconds of one kernel: `compilers_s` when it was built, `again_s` to find it in the cache."""
 
-    first_s: float | None = None
+    compilers_s: float | None = None
     again_s: float | None = None
     failure: str | None = None
 
@@ -31,7 +31,7 @@ def build_all(
     started = time.perf_counter()
 
     def build(problem: Problem) -> Build:
-        return _timed(lambda: _api_build(problem.case, problem.shape, arch))
+        return _attempted(lambda: _api_build(problem.case, problem.shape, arch))
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         first = dict(zip(problems, pool.map(build, problems), strict=True))
@@ -39,25 +39,22 @@ def build_all(
     return {problem: _repeated(done, lambda problem=problem: build(problem)) for problem, done in first.items()}
 
 
-def _api_build(case: Case, shape: Shape, arch: str) -> None:
+def _api_build(case: Case, shape: Shape, arch: str) -> float:
     from bench import gemmgen_api  # imports gemmgen, which a run of other rungs alone does not need
 
-    gemmgen_api.build(case, shape, arch)
+    return gemmgen_api.build(case, shape, arch)
 
 
-def _timed(build: Callable[[], object]) -> Build:
-    started = time.perf_counter()
+def _attempted(build: Callable[[], float]) -> Build:
     try:
-        build()
-    except Exception as error:  # noqa: BLE001 - reported with the problem; the others go on
+        return Build(compilers_s=build())
+    except Exception as error:  # reported with the problem; the others go on
         return Build(failure=f"{type(error).__name__}: {error}")
-    return Build(first_s=time.perf_counter() - started)
 
 
 def _repeated(first: Build, build: Callable[[], Build]) -> Build:
-    return first if first.failure else Build(first.first_s, build().first_s)
-
-
-def failures(builds: Iterable[Build]) -> list[str]:
-    """The different reasons for which builds failed."""
-    return sorted({build.failure for build in builds if build.failure})
+    if first.failure:
+        return first
+    started = time.perf_counter()
+    build()
+    return Build(first.compilers_s, time.perf_counter() - started)

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import gemmgen as gg
 from bench.cases import Case, Inputs, draw_inputs
-from bench.epilogues import EPILOGUES
 from bench.shapes import Shape
+
+EPILOGUES = {
+    epilogue.name: epilogue
+    for epilogue in (
+        gg.library.bias_gelu_tanh,
+        gg.library.bias_silu,
+        gg.library.scale_bias_gelu_residual,
+        gg.library.int8_dequant_bias,
+        gg.library.fp8_dequant_bias_gelu_tanh,
+        gg.library.bias_relu_column_sums,
+    )
+}
 
 
 def gemm(case: Case) -> gg.Gemm:
     return gg.Gemm(EPILOGUES[case.name])
 
 
-def build(case: Case, shape: Shape, arch: str) -> None:
-    """Compile, or find in the cache, the kernel that `case` takes at `shape`; needs no GPU."""
-    build_op(gemm(case), draw_inputs(case, shape, device="meta"), arch)
+def build(case: Case, shape: Shape, arch: str) -> float:
+    """Compile, or find in the cache, the kernel that `case` takes at `shape`; needs no GPU.
+
+    Returns:
+        Seconds that the compilers took for it when it was built.
+    """
+    return build_op(gemm(case), draw_inputs(case, shape, device="meta"), arch)
 
 
-def build_op(op: gg.Gemm, inputs: Inputs, arch: str) -> None:
-    op.build(inputs.A, inputs.B, arch=arch, **inputs.operands)
+def build_op(op: gg.Gemm, inputs: Inputs, arch: str) -> float:
+    built = op.build(inputs.A, inputs.B, arch=arch, **inputs.operands)
+    return built.skeleton_seconds + built.link_seconds
+
+
+def kernel_of(op: gg.Gemm, inputs: Inputs) -> str:
+    """The line of `explain` that names the kernel."""
+    lines = op.explain(inputs.A, inputs.B, **inputs.operands).splitlines()
+    return next((line for line in lines if " kernel " in line), lines[-1])

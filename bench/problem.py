@@ -84,7 +84,7 @@ def _called(rung: Rung, problem: Problem, inputs: Inputs, device: Device) -> tup
         return Entry(rung, prepared.function, first_call_s, note=prepared.note(inputs)), call
     except Unavailable as unavailable:
         return Entry(rung, reason=str(unavailable)), _nothing
-    except Exception as error:  # noqa: BLE001 - a rung that breaks is a result of this rung, not the end of the run
+    except Exception as error:  # a rung that breaks is a result of this rung, not the end of the run
         return Entry(rung, reason=_first_line(error)), _nothing
 
 

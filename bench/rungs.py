@@ -48,7 +48,8 @@ class Rung:
 def _gemmgen(case: Case, shape: Shape) -> Prepared:
     from bench import gemmgen_api
 
-    return Prepared(gemmgen_api.gemm(case))
+    op = gemmgen_api.gemm(case)
+    return Prepared(op, lambda inputs: gemmgen_api.kernel_of(op, inputs))
 
 
 def _eager(case: Case, shape: Shape) -> Prepared:

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from bench import gemmgen_api
 from bench.cases import CASES, draw_inputs, int_mm_reason, reference, scaled_mm_reason
 from bench.check import errors, torch_errors
 from bench.shapes import Shape
+from bench.without_gpu import cpu_verdict
 
 SHAPE = Shape(32, 48, 64)
 
@@ -128,3 +130,15 @@ def test_shapes_that_torch_cannot_take_have_a_reason(reason, shape, words):
 def test_shapes_that_torch_can_take_have_none():
     assert int_mm_reason(Shape(17, 64, 64)) is None
     assert scaled_mm_reason(Shape(1, 64, 64)) is None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
+def test_gemmgen_means_the_same(case):
+    assert cpu_verdict(case, SHAPE) is None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
+def test_gemmgen_names_the_kernel_that_it_would_run(case):
+    inputs = draw_inputs(case, Shape(8192, 4096, 1024), device="meta")
+
+    assert "sm90" in gemmgen_api.gemm(case).explain(inputs.A, inputs.B, arch="sm90", **inputs.operands)
