@@ -36,6 +36,7 @@ SKELETONS, KERNELS, MODULES = "skeletons", "kernels", "modules"
 KINDS = (SKELETONS, KERNELS, MODULES)
 MANIFEST = "manifest.json"
 GRACE_S = 600.0  # entries used this recently may be in a running build's hands: they are not evicted
+_TRUSTED_ROOT = 0  # the uid that may fill a cache for others
 _UNWRITABLE = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EIO, errno.EMFILE, errno.ENOLCK, errno.ENOSYS),
@@ -277,7 +278,7 @@ def _manifest_fault(manifest: Mapping[str, Any], checksum: str, key: str) -> str
 def _ownership_fault(path: Path) -> str | None:
     """Why code at `path` is not ours to run, or None: it is owned by us or root and nobody else may write it."""
     stat = path.stat()
-    if stat.st_uid not in (os.geteuid(), 0):
+    if stat.st_uid not in (os.geteuid(), _TRUSTED_ROOT):
         return f"{path.name} is owned by uid {stat.st_uid}, and only uid {os.geteuid()} or root are trusted"
     if stat.st_mode & 0o022:
         return f"{path.name} may be written by others (mode {stat.st_mode & 0o777:o}); chmod go-w it"
