@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import gemmgen as gg
 from bench.cases import Case, Inputs, draw_inputs
 from bench.shapes import Shape
@@ -19,6 +21,7 @@ EPILOGUES = {
 }
 
 
+@functools.cache
 def gemm(case: Case) -> gg.Gemm:
     return gg.Gemm(EPILOGUES[case.name])
 

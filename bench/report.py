@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -89,9 +90,9 @@ def eager_table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Geometric means of the speedups, the losses by name, and why what is absent is absent; markdown."""
+    """Geometric means of the speedups, the losses by name, compile times, and why figures are absent; markdown."""
     problems = by_problem(rows)
-    return "\n".join([*_means(problems), *_losses(problems), *_reasons(rows)])
+    return "\n".join([*_means(problems), *_losses(problems), *_compile_times(rows), *_reasons(rows)])
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -116,6 +117,25 @@ def _losses(problems: dict[Problem, Rows]) -> list[str]:
     lines = [f"- gemmgen is the fastest in {measured - len(lost)} of {measured} problems"]
     for (case, m, n, k), rungs in lost.items():
         lines.append(f"- loss: {case} at {m} x {n} x {k}, {_against_fastest(rungs)}")
+    return lines
+
+
+# What is compiled for a rung, by the field of the row that holds its seconds.
+COMPILE_TIMES = (
+    ("gemmgen", "build_cold_s", "compilers of one gemmgen kernel, beside other builds"),
+    ("gemmgen", "build_warm_s", "gemmgen kernel found in the cache"),
+    ("compiled_tail", "first_call_s", "first call with a compiled tail"),
+    ("max_autotune", "first_call_s", "first call of torch.compile max-autotune"),
+    ("triton", "first_call_s", "first call of Triton, autotuned, kernels shared between shapes"),
+)
+
+
+def _compile_times(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for rung, field, meaning in COMPILE_TIMES:
+        seconds = [row[field] for row in rows if row["rung"] == rung and row.get(field)]
+        if seconds:
+            lines.append(f"- {statistics.median(seconds):.2f} s {meaning} (median; up to {max(seconds):.1f} s)")
     return lines
 
 

@@ -74,6 +74,14 @@ def test_summary_has_the_geometric_mean_of_each_rung():
     assert "1.34x cuBLAS + eager (geometric mean of 2 problems, 1.20x to 1.50x)" in report.summary(ROWS)
 
 
+def test_summary_keeps_compile_times_apart():
+    rows = [{**row("bias_silu", "triton", 10.0), "first_call_s": seconds} for seconds in (1.0, 3.0, 8.0)]
+
+    assert "- 3.00 s first call of Triton, autotuned, kernels shared between shapes (median; up to 8.0 s)" in (
+        report.summary(rows)
+    )
+
+
 def test_the_bare_product_is_never_the_fastest_other():
     rungs = report.by_problem(ROWS)["bias_silu", 4096, 2048, 64]
 
