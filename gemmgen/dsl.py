@@ -21,30 +21,6 @@ from gemmgen.ir.node import Axes, Node, Op
 Number = int | float
 
 
-class Row:
-    """Annotation of an operand `[N]` or `[L, N]`: one value per column of D."""
-
-    axes = Axes.ROW
-
-
-class Col:
-    """Annotation of an operand `[M]` or `[L, M]`: one value per row of D."""
-
-    axes = Axes.COL
-
-
-class Tile:
-    """Annotation of an operand `[M, N]` or `[L, M, N]`."""
-
-    axes = Axes.TILE
-
-
-class Scalar:
-    """Annotation of a Python number or a tensor of one element (or `[L]`), read at run time."""
-
-    axes = Axes.SCALAR
-
-
 # node -> the user's line that first made it, for the trace in progress
 current_locations: ContextVar[dict[Node, Location] | None] = ContextVar("current_locations", default=None)
 
@@ -137,6 +113,34 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.node})"
+
+
+class Row(Value):
+    """Annotation of an operand `[N]` or `[L, N]`: one value per column of D."""
+
+    __slots__ = ()
+    axes = Axes.ROW
+
+
+class Col(Value):
+    """Annotation of an operand `[M]` or `[L, M]`: one value per row of D."""
+
+    __slots__ = ()
+    axes = Axes.COL
+
+
+class Tile(Value):
+    """Annotation of an operand `[M, N]` or `[L, M, N]`."""
+
+    __slots__ = ()
+    axes = Axes.TILE
+
+
+class Scalar(Value):
+    """Annotation of a Python number or a tensor of one element (or `[L]`), read at run time."""
+
+    __slots__ = ()
+    axes = Axes.SCALAR
 
 
 def user_location() -> Location:

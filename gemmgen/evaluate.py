@@ -137,7 +137,8 @@ def _cast(node: Node, x: Tensor, compute: torch.dtype) -> Tensor:
     rounded = round_to(x.detach(), node.attr).to(compute)
     if node.attr.is_integer or not x.requires_grad:
         return rounded
-    return _StraightThrough.apply(x, rounded)  # as torch's own casts between floating types
+    through: Tensor = _StraightThrough.apply(x, rounded)
+    return through  # as torch's own casts between floating types
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -148,7 +149,7 @@ class _StraightThrough(torch.autograd.Function):
         return rounded.clone()
 
     @staticmethod
-    def backward(ctx: object, cotangent: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: object, cotangent: Tensor) -> tuple[Tensor, None]:
         return cotangent, None
 
 

@@ -100,7 +100,7 @@ class Gemm:
     def warmup(self, A: Tensor, B: Tensor, /, *, out_dtype: torch.dtype | None = None, **operands: Operand) -> None:
         """Build and load what a call with tensors like these needs, so that the call can be captured at once."""
         with torch.no_grad():
-            self(A, B, out_dtype=out_dtype, **operands)
+            self(A, B, out=None, out_dtype=out_dtype, **operands)
 
     def build(
         self,
@@ -172,7 +172,7 @@ class Gemm:
         return list(packed.values()) if isinstance(packed, dict) else list(packed)
 
     def _named(self, operands: Mapping[str, Operand]) -> dict[str, Operand]:
-        return dict(zip((p.name for p in self._parameters), bind_names(self._name, self._parameters, operands)))
+        return bind_names(self._name, self._parameters, operands)
 
     def _into(
         self,
@@ -233,7 +233,7 @@ def linear(x: Tensor, weight: Tensor, op: Gemm, /, *, out_dtype: torch.dtype | N
     lead = x.shape[:-1]
     named = op._named(operands)
     flat = {p.name: _flattened(named[p.name], p, lead) for p in op._parameters}
-    results = op._listed(op(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=out_dtype, **flat))
+    results = op._listed(op(x.reshape(-1, x.shape[-1]), weight.t(), out=None, out_dtype=out_dtype, **flat))
     return op._packed([_unflattened(r, axes, lead) for r, axes in zip(results, op._result_axes, strict=True)])
 
 

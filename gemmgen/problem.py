@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import OperandError, ShapeMismatch, UnsupportedOp
-from gemmgen.ir.graph import Graph, Parameter, Result
+from gemmgen.ir.graph import Parameter, Result
 from gemmgen.ir.node import Axes
 
 MATRIX_DTYPES = (DType.F64, DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8)
@@ -142,8 +143,11 @@ def result_axes(result: Result) -> Axes:
     return result.node.axes if result.is_reduction else Axes.TILE
 
 
-def bind_names(name: str, parameters: Sequence[Parameter], operands: Mapping[str, object]) -> list[object]:
-    """The operands of a call in declared order.
+T = TypeVar("T")
+
+
+def bind_names(name: str, parameters: Sequence[Parameter], operands: Mapping[str, T]) -> dict[str, T]:
+    """The operands of a call by name, in declared order.
 
     Raises:
         OperandError: one is missing or unknown.
@@ -158,4 +162,4 @@ def bind_names(name: str, parameters: Sequence[Parameter], operands: Mapping[str
             + (f"; unknown: {', '.join(unknown)}" if unknown else "")
             + f"\n  It is declared as {name}(accum{''.join(', ' + p for p in expected)})."
         )
-    return [operands[p] for p in expected]
+    return {p: operands[p] for p in expected}

@@ -83,7 +83,7 @@ COMPARISONS = frozenset({Op.LT, Op.LE, Op.GT, Op.GE, Op.EQ, Op.NE})
 REDUCTIONS = frozenset({Op.SUM, Op.MAX, Op.MIN, Op.AMAX})
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """One value per element of the output tile.
 
