@@ -1,0 +1,28 @@
+# Two commands do everything: `make bench` and `make test`. Both make .venv, install, and run.
+# TORCH names the torch to install where none is importable; a torch that is already there is used as it is.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: bench test golden clean
+
+bench: $(VENV)/installed
+	$(BIN)/python -m bench $(ARGS)
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+golden: $(VENV)/installed
+	$(BIN)/python -m pytest tests/unit/test_golden.py --update-golden
+
+# with a torch already importable the environment sees it, and pip leaves it alone
+$(VENV)/installed: pyproject.toml Makefile
+	@if $(PYTHON) -c "import torch" 2>/dev/null; \
+	then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"; fi
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[toolchain,plot,test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
