@@ -302,10 +302,11 @@ def _returned(graph: Graph, tile_dtype: DType) -> dict[Node, Result]:
     for result in graph.results:
         if result.is_reduction:
             continue
-        precise = (result.dtype or tile_dtype) in (tile_dtype, DType.F32, DType.F64)
+        dtype = result.dtype or tile_dtype
+        precise = dtype is tile_dtype or (dtype in (DType.F32, DType.F64) and dtype.bits >= tile_dtype.bits)
         if result.node.dtype is DType.BOOL or (result.node.dtype.is_float and precise):
             found.setdefault(result.node, result)
-        if result.dtype is not None:
+        if result.dtype is not None and result.dtype is not DType.F32:  # the value of a cast inside the graph, exactly
             found.setdefault(build.cast(result.node, result.dtype), result)
     return found
 

@@ -11,8 +11,8 @@ from gemmgen.ir.node import COMPARISONS, LEAVES, REDUCTIONS, Axes, Node, Op
 from gemmgen.ir.text import describe
 
 ARITY: dict[Op, int] = {
-    **{op: 0 for op in LEAVES},
-    **{op: 2 for op in (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.POW, Op.MINIMUM, Op.MAXIMUM, *COMPARISONS)},
+    **dict.fromkeys(LEAVES, 0),
+    **dict.fromkeys((Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.POW, Op.MINIMUM, Op.MAXIMUM, *COMPARISONS), 2),
     Op.WHERE: 3,
 }
 CASTABLE = frozenset(DType) - {DType.F64, DType.BOOL}
@@ -71,7 +71,7 @@ def _reduction_rule(graph: Graph, node: Node) -> None:
 def _cast_rule(graph: Graph, node: Node) -> None:
     if node.op is Op.CAST and node.attr not in CASTABLE:
         raise located(
-            VerifyError, graph, node, f"cannot cast to {node.attr}",
+            VerifyError, graph, node, f"cannot cast to {node.attr!r}",
             f"Cast to one of {', '.join(sorted(d.text for d in CASTABLE))}.",
         )
 
