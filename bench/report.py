@@ -105,8 +105,8 @@ def _means(problems: dict[Problem, Rows]) -> list[str]:
         ratios = [ratio for rungs in problems.values() if name != SELF and (ratio := speedup(rungs, name))]
         if ratios:
             lines.append(
-                f"- {geometric_mean(ratios):.2f}x {RUNGS[name].label} (geometric mean of {len(ratios)} problems, "
-                f"{min(ratios):.2f}x to {max(ratios):.2f}x)"
+                f"- gemmgen against {RUNGS[name].label}: {geometric_mean(ratios):.2f}x as fast "
+                f"(geometric mean of {len(ratios)} problems, {min(ratios):.2f}x to {max(ratios):.2f}x)"
             )
     return lines
 

@@ -71,7 +71,7 @@ def test_summary_names_losses_and_reasons():
 
 
 def test_summary_has_the_geometric_mean_of_each_rung():
-    assert "1.34x cuBLAS + eager (geometric mean of 2 problems, 1.20x to 1.50x)" in report.summary(ROWS)
+    assert "cuBLAS + eager: 1.34x as fast (geometric mean of 2 problems, 1.20x to 1.50x)" in report.summary(ROWS)
 
 
 def test_summary_keeps_compile_times_apart():
