@@ -65,7 +65,7 @@ def explain(
     extents = binding.extents
     lines = [explain_graph(op), f"problem on {target.name}: (M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L})"]
     lines += [f"  {line}" for line in _readings(binding)]
-    if 0 in (extents.M, extents.N, extents.L):
+    if binding.is_empty:
         return "\n".join([*lines, "nothing is launched: the result is empty"])
     if extents.K == 0:
         return "\n".join([*lines, "the pointwise kernel runs alone: K is 0, so accum is 0"])
@@ -106,7 +106,7 @@ def _best(binding: Binding, arch: Arch) -> choose.Ranked:
 
 def _finish_texts(binding: Binding) -> list[str]:
     texts = []
-    for output, result, dtype in zip(binding.signature.outputs, binding.graph.results, binding.dtypes, strict=True):
+    for output, result, dtype in zip(binding.outputs, binding.graph.results, binding.dtypes, strict=True):
         if output.reduce is not None:
             texts.append(pointwise.render_finish(output.reduce, dtype))
             if result.node.attr == "MN":

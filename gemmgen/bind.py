@@ -6,7 +6,7 @@ Works on metadata alone (meta tensors too), so that `op.build` needs no GPU and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -47,68 +47,84 @@ class OperandReading:
 
 
 @dataclass(frozen=True)
-class Binding:
-    """One call, ready for lowering.
+class EpilogueBinding:
+    """The epilogue of one call: what it reads and writes, ready for rendering.
 
     Attributes:
-        readings: one per slot of the functors; None for an index.
-        dtypes: the stored dtype of each result of the graph.
+        slots: the functors' arguments; `inputs` and `readings` (None for an index) run beside them.
+        dtypes: the stored dtype of each result of the graph; a reduction's output holds f32 partials of it.
+        tile_alignment: columns of one aligned access in every TILE tensor.
     """
 
     graph: Graph
     extents: Extents
-    signature: Signature
     slots: tuple[Slot, ...]
     readings: tuple[OperandReading | None, ...]
-    a: MatrixReading
-    b: MatrixReading
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
     dtypes: tuple[DType, ...]
+    tile_alignment: int
 
     @property
-    def copies(self) -> tuple[str, ...]:
-        """Names of the operands that are copied before the kernel runs."""
-        named = [(slot.name or "", reading) for slot, reading in zip(self.slots, self.readings, strict=True)]
-        return tuple(name for name, reading in [("A", self.a), ("B", self.b), *named] if reading and reading.copied)
+    def is_empty(self) -> bool:
+        return 0 in (self.extents.M, self.extents.N, self.extents.L)
 
 
-def bind(
+@dataclass(frozen=True)
+class Binding(EpilogueBinding):
+    """One call with its matrices, ready for lowering."""
+
+    a: MatrixReading
+    b: MatrixReading
+    signature: Signature
+
+
+def bind_epilogue(
     graph: Graph,
     extents: Extents,
-    A: Tensor,
-    B: Tensor,
     operands: Mapping[str, Tensor | float],
     dtypes: Sequence[DType],
-    math: str,
     outs: Sequence[Tensor | None] = (),
-) -> Binding:
-    """Decide how every tensor of a call is read.
+) -> EpilogueBinding:
+    """Decide how every operand of an epilogue is read.
 
     Args:
         operands: by name; the graph's unused ones may be missing.
         dtypes: the stored dtype of each result.
-        math: "tensor", "tf32" or "simt".
-        outs: for each result the tensor to write, or None for a new contiguous one.
+        outs: for each result the tensor to write; none for new contiguous ones.
     """
-    a_dtype, b_dtype = dtype_of(A.dtype), dtype_of(B.dtype)
-    k_major_only = a_dtype in EIGHT_BIT
-    a = read_matrix(A, -1, k_major_only)
-    b = read_matrix(B, -2, k_major_only)
     by_name = {p.name: read_operand(p, operands[p.name], extents) for p in graph.loads()}
     slots = slots_of(graph, {name: reading.kind for name, reading in by_name.items()})
     readings = tuple(by_name[slot.name] if slot.name is not None else None for slot in slots)
+    inputs = tuple(
+        Input(slot.kind, reading.dtype if reading else DType.I32) for slot, reading in zip(slots, readings, strict=True)
+    )
+    alignment = _tile_alignment(graph, extents, readings, dtypes, outs)
+    return EpilogueBinding(
+        graph, extents, slots, readings, inputs, outputs_of(graph, dtypes), tuple(dtypes), alignment
+    )
+
+
+def bind(epilogue: EpilogueBinding, A: Tensor, B: Tensor, math: str) -> Binding:
+    """Decide how A and B are read, beside their bound `epilogue`.
+
+    Args:
+        math: "tensor", "tf32" or "simt".
+    """
+    a_dtype, b_dtype = dtype_of(A.dtype), dtype_of(B.dtype)
+    a = read_matrix(A, -1, k_major_only=a_dtype in EIGHT_BIT)
+    b = read_matrix(B, -2, k_major_only=a_dtype in EIGHT_BIT)
     signature = Signature(
         a=Matrix(a_dtype, a.k_major, max(1, a.aligned_bytes // a_dtype.bytes)),
         b=Matrix(b_dtype, b.k_major, max(1, b.aligned_bytes // b_dtype.bytes)),
-        accum=graph.accum,
+        accum=epilogue.graph.accum,
         math=math,
-        inputs=tuple(
-            Input(slot.kind, reading.dtype if reading else DType.I32)
-            for slot, reading in zip(slots, readings, strict=True)
-        ),
-        outputs=outputs_of(graph, dtypes),
-        tile_alignment=_tile_alignment(graph, extents, readings, dtypes, outs),
+        inputs=epilogue.inputs,
+        outputs=epilogue.outputs,
+        tile_alignment=epilogue.tile_alignment,
     )
-    return Binding(graph, extents, signature, slots, readings, a, b, tuple(dtypes))
+    shared = {field.name: getattr(epilogue, field.name) for field in fields(EpilogueBinding)}
+    return Binding(**shared, a=a, b=b, signature=signature)
 
 
 def outputs_of(graph: Graph, dtypes: Sequence[DType]) -> tuple[Output, ...]:
@@ -236,10 +252,6 @@ def is_writable_layout(out: Tensor, graph_axes: Axes) -> bool:
     return out.dim() == 2 or out.shape[0] <= 1 or out.stride(0) >= out.stride(-2) * max(1, out.shape[-2] - 1)
 
 
-def with_dtype(reading: OperandReading, dtype: DType) -> OperandReading:
-    return replace(reading, dtype=dtype)
-
-
-def result_shape(binding: Binding, index: int) -> tuple[int, ...]:
+def result_shape(binding: EpilogueBinding, index: int) -> tuple[int, ...]:
     """The shape of result `index`."""
     return binding.extents.shape(result_axes(binding.graph.results[index]))

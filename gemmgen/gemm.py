@@ -210,7 +210,9 @@ class Gemm:
         return tuple(results) if self._container == "tuple" else dict(zip(self._result_names, results, strict=True))
 
 
-def linear(x: Tensor, weight: Tensor, op: Gemm, /, *, out_dtype: torch.dtype | None = None, **operands: Operand) -> Result:
+def linear(
+    x: Tensor, weight: Tensor, op: Gemm, /, *, out_dtype: torch.dtype | None = None, **operands: Operand
+) -> Result:
     """`op` on `x @ weight.T`, by the shape rules of `F.linear`.
 
     Args:
@@ -259,7 +261,7 @@ def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(A.shape[:-2], B.shape[:-2]))
     except RuntimeError:
         raise ShapeMismatch(
-            f"`{name}`: the batch dimensions {tuple(A.shape[:-2])} of A and {tuple(B.shape[:-2])} of B do not broadcast\n"
+            f"`{name}`: batch dimensions {tuple(A.shape[:-2])} of A and {tuple(B.shape[:-2])} of B do not broadcast\n"
             "  They follow torch.matmul's rules."
         ) from None
 

@@ -21,11 +21,11 @@ from gemmgen.errors import NoBackward, OperandError
 from gemmgen.evaluate import TORCH_DTYPES, evaluate
 from gemmgen.ir.graph import Graph, Parameter
 from gemmgen.ir.node import Axes
-from gemmgen.problem import Extents, check_matrices, check_operand, extents_of, result_axes, result_dtype
+from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_axes, result_dtype
 from gemmgen.runtime import Operands, Runner
 
 NAMESPACE = "gemmgen"
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # noqa: TOR901  lives as long as the process
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops: dict[str, EpilogueOp] = {}
 _lock = threading.Lock()
 _RESERVED = frozenset({"A", "B", "out_dtype", "self"})
@@ -166,10 +166,7 @@ class EpilogueOp:
         graph = self.graph
         a, _ = check_matrices(graph.name, A, B)
         extents = extents_of(graph.name, A, B)
-        for parameter in graph.parameters:
-            value = operands[parameter.name]
-            if isinstance(value, Tensor):
-                check_operand(graph.name, parameter, value, extents, A)
+        check_operands(graph, operands, extents, A)
         wanted = dtype_of(out_dtype) if out_dtype is not None else None
         return a, [result_dtype(result, a, wanted) for result in graph.results]
 

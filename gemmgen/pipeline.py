@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gemmgen.arch import Arch
-from gemmgen.bind import Binding
+from gemmgen.bind import Binding, EpilogueBinding
 from gemmgen.choose import REJECT
 from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
@@ -53,12 +53,10 @@ def kernel_source(binding: Binding, config: GemmConfig, arch: Arch) -> KernelSou
         name=f"{binding.graph.name}_{config.label}",
         arch=arch,
         skeleton=RENDER_SKELETON[config.family](signature, config.compiled(), arch),
-        functor=render_functors(binding.graph, binding.slots, [output.dtype for output in signature.outputs]),
+        functor=render_functors(binding.graph, binding.slots, [output.dtype for output in binding.outputs]),
     )
 
 
-def pointwise_source(binding: Binding, vector: int) -> str:
-    """The CUDA text of the unfused epilogue: the same functors over an accumulator in memory."""
-    return render_pointwise(
-        binding.graph, binding.slots, binding.signature.inputs, binding.signature.outputs, vector
-    )
+def pointwise_source(binding: EpilogueBinding, vector: int) -> str:
+    """The CUDA text of the unfused epilogue: the same functors over an accumulator in memory, or over none."""
+    return render_pointwise(binding.graph, binding.slots, binding.inputs, binding.outputs, vector)

@@ -18,6 +18,8 @@ from gemmgen.signature import Input, Kind, Output, Reduce
 
 ROWS_PER_CTA = 64
 COLUMN_LANES = 32
+THREADS = 256
+MAX_VECTOR = 8
 FINISH_SLICES = 8
 FINISH_THREADS = 32 * FINISH_SLICES
 MAX_GRID_Z = 65_535  # both kernels loop over further batches

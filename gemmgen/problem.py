@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import OperandError, ShapeMismatch, UnsupportedOp
-from gemmgen.ir.graph import Parameter, Result
+from gemmgen.ir.graph import Graph, Parameter, Result
 from gemmgen.ir.node import Axes
 
 MATRIX_DTYPES = (DType.F64, DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8)
@@ -90,6 +90,14 @@ def check_matrices(name: str, A: Tensor, B: Tensor) -> tuple[DType, DType]:
     if A.device != B.device:
         raise OperandError(f"`{name}`: A is on {A.device} and B on {B.device}\n  Move them to one device.")
     return a, b
+
+
+def check_operands(graph: Graph, operands: Mapping[str, Tensor | float], extents: Extents, A: Tensor) -> None:
+    """`check_operand` for every tensor operand of `graph`."""
+    for parameter in graph.parameters:
+        value = operands[parameter.name]
+        if isinstance(value, Tensor):
+            check_operand(graph.name, parameter, value, extents, A)
 
 
 def check_operand(name: str, parameter: Parameter, value: Tensor, extents: Extents, A: Tensor) -> None:

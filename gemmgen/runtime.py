@@ -17,13 +17,13 @@ from torch import Tensor
 
 from gemmgen import choose, jit, pipeline, pointwise
 from gemmgen.arch import Arch, arch_of_capability
-from gemmgen.bind import Binding, MatrixReading, bind, result_shape
+from gemmgen.bind import Binding, EpilogueBinding, MatrixReading, bind, bind_epilogue, result_shape
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import UnsupportedOp
 from gemmgen.evaluate import TORCH_DTYPES, round_to
 from gemmgen.ir.graph import Graph
-from gemmgen.problem import check_matrices, check_operand, extents_of, result_dtype
+from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
 from gemmgen.signature import Kind, Output, Reduce
 
 MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
@@ -41,35 +41,56 @@ class Finish:
     module: jit.Module
     second: jit.Module | None  # reduces N as well, for a result over both axes
     partials: tuple[int, int, int]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """Everything about a call but its pointers."""
+    """Everything about a call but its pointers.
 
-    binding: Binding
-    config: GemmConfig | None  # None: the pointwise kernel over an empty K
+    Attributes:
+        kernel: the fused kernel, or None where the pointwise `module` does all the work.
+        module: the pointwise kernel; None beside a fused kernel and for an empty result.
+        estimates: the ranking that chose the config.
+    """
+
+    binding: EpilogueBinding
+    config: GemmConfig | None
     kernel: jit.Kernel | None
     module: jit.Module | None
     args: jit.Args
     workspace_bytes: int
+    finishes: tuple[Finish, ...]
     shapes: tuple[tuple[int, ...], ...]
     torch_dtypes: tuple[torch.dtype, ...]
-    finishes: tuple[Finish, ...]
     grid: tuple[int, int, int] = (1, 1, 1)
     estimates: tuple[choose.Ranked, ...] = field(default=(), repr=False)
 
 
+class Plans:
+    """A bounded table of plans by the metadata of the calls; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[object, ...], make: Callable[[], Plan]) -> Plan:
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make()
+            with self._lock:
+                self._plans[key] = plan
+                if len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
+        return plan
+
+
 class Runner:
-    """Runs one graph (per accumulator type) on CUDA devices; safe to use from several threads."""
+    """Runs the fused GEMM of one graph (per accumulator type) on CUDA devices."""
 
     def __init__(self, graph_for: Callable[[DType], Graph], config: GemmConfig | None = None):
         self._graph_for = graph_for
         self.config = config
-        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        self._lock = threading.Lock()
+        self._plans = Plans()
 
     def __call__(
         self,
@@ -81,34 +102,21 @@ class Runner:
     ) -> list[Tensor]:
         """The results of the graph in order; written into `outs` where given."""
         with torch.cuda.device(A.device):
-            plan = self._plan(A, B, operands, out_dtype, outs)
-            return _run(plan, A, B, operands, outs)
+            return _run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, A.device, outs)
 
     def plan(
-        self, A: Tensor, B: Tensor, operands: Operands, out_dtype: torch.dtype | None
-    ) -> Plan:
-        """The plan of a call, made now if it has not been made yet."""
-        with torch.cuda.device(A.device):
-            return self._plan(A, B, operands, out_dtype, None)
-
-    def _plan(
         self,
         A: Tensor,
         B: Tensor,
         operands: Operands,
-        out_dtype: torch.dtype | None,
-        outs: Sequence[Tensor] | None,
+        out_dtype: torch.dtype | None = None,
+        outs: Sequence[Tensor] | None = None,
     ) -> Plan:
-        key = (A.get_device(), out_dtype, torch.get_float32_matmul_precision() if A.dtype == torch.float32
-               else None, _metadata(A), _metadata(B), *map(_metadata, operands.values()), *map(_metadata, outs or ()))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make(A, B, operands, out_dtype, outs)
-            with self._lock:
-                self._plans[key] = plan
-                if len(self._plans) > MAX_PLANS:
-                    self._plans.popitem(last=False)
-        return plan
+        """The plan of a call, made now (the device being current) if it has not been made yet."""
+        precision = torch.get_float32_matmul_precision() if A.dtype == torch.float32 else None
+        tensors = (A, B, *operands.values(), *(outs or ()))
+        key = (A.get_device(), out_dtype, precision, len(outs or ()), *map(_metadata, tensors))
+        return self._plans.get(key, lambda: self._make(A, B, operands, out_dtype, outs))
 
     def _make(
         self,
@@ -119,12 +127,34 @@ class Runner:
         outs: Sequence[Tensor] | None,
     ) -> Plan:
         binding = bind_call(self._graph_for, A, B, operands, out_dtype, outs)
-        properties = torch.cuda.get_device_properties(A.device)
-        arch = arch_of_capability((properties.major, properties.minor), properties.name)
-        extents = binding.extents
-        if extents.K == 0 or 0 in (extents.M, extents.N, extents.L):
-            return _pointwise_plan(binding, arch)
-        return _fused_plan(binding, arch, self.config, properties.multi_processor_count)
+        if binding.extents.K == 0 or binding.is_empty:
+            return _pointwise_plan(binding, _arch_of(A.device))
+        return _fused_plan(binding, A.device, self.config)
+
+
+class PointwiseRunner:
+    """Runs an elementwise graph, one without a mainloop, on CUDA devices."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._plans = Plans()
+
+    def __call__(
+        self, extents: Extents, operands: Operands, dtypes: Sequence[DType], device: torch.device
+    ) -> list[Tensor]:
+        """The results of the graph in order.
+
+        Args:
+            extents: of the tile; K is not read.
+            dtypes: the stored dtype of each result.
+        """
+        key = (device.index, extents, *dtypes, *map(_metadata, operands.values()))
+        with torch.cuda.device(device):
+            plan = self._plans.get(key, lambda: self._make(extents, operands, dtypes, device))
+            return _run(plan, None, operands, device, None)
+
+    def _make(self, extents: Extents, operands: Operands, dtypes: Sequence[DType], device: torch.device) -> Plan:
+        return _pointwise_plan(bind_epilogue(self._graph, extents, operands, dtypes), _arch_of(device))
 
 
 def bind_call(
@@ -140,21 +170,18 @@ def bind_call(
     Raises:
         GemmgenError: says which operand is wrong, what was expected, and what to do.
     """
-    a, _ = check_matrices("gemm", A, B)
+    a = dtype_of(A.dtype)
     graph = graph_for(DType.I32 if a is DType.I8 else DType.F32)
-    extents = extents_of(graph.name, A, B)
     check_matrices(graph.name, A, B)
-    for parameter in graph.parameters:
-        value = operands[parameter.name]
-        if isinstance(value, Tensor):
-            check_operand(graph.name, parameter, value, extents, A)
+    extents = extents_of(graph.name, A, B)
+    check_operands(graph, operands, extents, A)
     if a is DType.F64 and not A.is_cpu:
         raise UnsupportedOp(
             f"`{graph.name}`: there is no float64 mainloop for {A.device.type}\n  Use float32, or run it on the CPU."
         )
     wanted = dtype_of(out_dtype) if out_dtype is not None else None
     dtypes = [result_dtype(result, a, wanted) for result in graph.results]
-    return bind(graph, extents, A, B, operands, dtypes, math_of(a), outs or ())
+    return bind(bind_epilogue(graph, extents, operands, dtypes, outs or ()), A, B, math_of(a))
 
 
 def math_of(a: DType) -> str:
@@ -173,92 +200,82 @@ def _metadata(value: Tensor | float) -> object:
 # Plans
 
 
-def _fused_plan(binding: Binding, arch: Arch, config: GemmConfig | None, sm_count: int) -> Plan:
+def _arch_of(device: torch.device) -> Arch:
+    properties = torch.cuda.get_device_properties(device)
+    return arch_of_capability((properties.major, properties.minor), properties.name)
+
+
+def _fused_plan(binding: Binding, device: torch.device, config: GemmConfig | None) -> Plan:
+    arch, sm_count = _arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
     estimates: tuple[choose.Ranked, ...] = ()
     if config is None:
         estimates = tuple(choose.ranked(binding.signature, binding.extents, arch, sm_count))
         config = estimates[0].config
     (built,) = jit.build([pipeline.kernel_source(binding, config, arch)])
     kernel = jit.load_kernel(built)
-    args = _filled(binding, sm_count, config)
-    counts = [
-        kernel.partial_count(args, i) if output.reduce else 0 for i, output in enumerate(binding.signature.outputs)
-    ]
+    args = _filled(binding)
+    for target, reading in ((args.a, binding.a), (args.b, binding.b)):
+        target.ld, target.batch_stride = reading.ld, reading.batch_stride
+    args.sm_count, args.swizzle, args.raster = sm_count, config.swizzle, RASTER[config.raster]
+    args.split_k = config.split_k
+    counts = [kernel.partial_count(args, i) if output.reduce else 0 for i, output in enumerate(binding.outputs)]
     finishes = _finishes(binding, arch, counts, args)
-    return _plan_of(binding, config, kernel, None, args, kernel.workspace_bytes(args), finishes, estimates=estimates)
+    return Plan(
+        binding, config, kernel, None, args, kernel.workspace_bytes(args), finishes, *_results_of(binding),
+        estimates=estimates,
+    )
 
 
-def _pointwise_plan(binding: Binding, arch: Arch) -> Plan:
+def _pointwise_plan(binding: EpilogueBinding, arch: Arch) -> Plan:
     extents = binding.extents
-    vector = min(8, binding.signature.tile_alignment)
-    args = _filled(binding, 0, None)
-    module = None
-    if 0 not in (extents.M, extents.N, extents.L):
-        module = jit.load_module(jit.build_module(pipeline.pointwise_source(binding, vector), arch))
+    vector = min(pointwise.MAX_VECTOR, binding.tile_alignment)
+    args = _filled(binding)
+    if binding.is_empty:
+        return Plan(binding, None, None, None, args, 0, (), *_results_of(binding))
+    module = jit.load_module(jit.build_module(pipeline.pointwise_source(binding, vector), arch))
     counts = [
         pointwise.partial_count(output.kind, extents.M, extents.N, vector) if output.reduce else 0
-        for output in binding.signature.outputs
+        for output in binding.outputs
     ]
     finishes = _finishes(binding, arch, counts, args)
     tiles_m, tiles_n = pointwise.grid(extents.M, extents.N, vector)
     grid = (tiles_m * tiles_n, 1, min(extents.L, pointwise.MAX_GRID_Z))
-    return _plan_of(binding, None, None, module, args, 0, finishes, grid=grid)
+    return Plan(binding, None, None, module, args, 0, finishes, *_results_of(binding), grid=grid)
 
 
-def _plan_of(
-    binding: Binding,
-    config: GemmConfig | None,
-    kernel: jit.Kernel | None,
-    module: jit.Module | None,
-    args: jit.Args,
-    workspace_bytes: int,
-    finishes: tuple[Finish, ...],
-    grid: tuple[int, int, int] = (1, 1, 1),
-    estimates: tuple[choose.Ranked, ...] = (),
-) -> Plan:
+def _results_of(binding: EpilogueBinding) -> tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:
     shapes = tuple(result_shape(binding, i) for i in range(len(binding.dtypes)))
-    torch_dtypes = tuple(TORCH_DTYPES[dtype] for dtype in binding.dtypes)
-    return Plan(
-        binding, config, kernel, module, args, workspace_bytes, shapes, torch_dtypes, finishes, grid, estimates
-    )
+    return shapes, tuple(TORCH_DTYPES[dtype] for dtype in binding.dtypes)
 
 
-def _filled(binding: Binding, sm_count: int, config: GemmConfig | None) -> jit.Args:
-    """The argument struct with everything but pointers and output strides."""
+def _filled(binding: EpilogueBinding) -> jit.Args:
+    """The argument struct with the extents and the strides of the epilogue's tensors."""
     args = jit.Args()
     extents = binding.extents
     args.m, args.n, args.k, args.l = extents.M, extents.N, extents.K, extents.L
-    for target, reading in ((args.a, binding.a), (args.b, binding.b)):
-        target.ld, target.batch_stride = reading.ld, reading.batch_stride
-    for i, operand in enumerate(binding.readings):
-        if operand is not None:
-            args.inputs[i].row_stride, args.inputs[i].batch_stride = operand.row_stride, operand.batch_stride
-    for i, output in enumerate(binding.signature.outputs):
+    for i, reading in enumerate(binding.readings):
+        if reading is not None:
+            args.inputs[i].row_stride, args.inputs[i].batch_stride = reading.row_stride, reading.batch_stride
+    for i, output in enumerate(binding.outputs):
         if output.reduce is None:
             args.outputs[i].row_stride = extents.N
             args.outputs[i].batch_stride = extents.M * extents.N
-    args.sm_count = sm_count
-    if config is not None:
-        args.swizzle, args.raster, args.split_k = config.swizzle, RASTER[config.raster], config.split_k
     return args
 
 
-def _finishes(binding: Binding, arch: Arch, counts: Sequence[int], args: jit.Args) -> tuple[Finish, ...]:
+def _finishes(binding: EpilogueBinding, arch: Arch, counts: Sequence[int], args: jit.Args) -> tuple[Finish, ...]:
+    """The last steps of the reductions; also fills in the strides of their partials."""
     extents = binding.extents
     finishes = []
-    for i, (output, result) in enumerate(zip(binding.signature.outputs, binding.graph.results, strict=True)):
+    for i, (output, result) in enumerate(zip(binding.outputs, binding.graph.results, strict=True)):
         if output.reduce is None:
             continue
         kept = extents.N if output.kind is Kind.ROW else extents.M
-        over_both = result.node.attr == "MN"
         args.outputs[i].row_stride, args.outputs[i].batch_stride = kept, kept * counts[i]
-        dtype = binding.dtypes[i]
-        empty = 0 in (extents.M, extents.N, extents.L)
-        first = None if empty else _finish_module(output, DType.F32 if over_both else dtype, arch)
-        second = None if empty or not over_both else _finish_module(output, dtype, arch)
-        shape = (extents.L, counts[i], kept)
-        if first is not None:
-            finishes.append(Finish(i, first, second, shape, result_shape(binding, i), TORCH_DTYPES[dtype]))
+        is_over_both, dtype = result.node.attr == "MN", binding.dtypes[i]
+        first = _finish_module(output, DType.F32 if is_over_both else dtype, arch)
+        second = _finish_module(output, dtype, arch) if is_over_both else None
+        finishes.append(Finish(i, first, second, (extents.L, counts[i], kept)))
     return tuple(finishes)
 
 
@@ -270,28 +287,37 @@ def _finish_module(output: Output, dtype: DType, arch: Arch) -> jit.Module:
 # Calls
 
 
-def _run(plan: Plan, A: Tensor, B: Tensor, operands: Operands, outs: Sequence[Tensor] | None) -> list[Tensor]:
-    stream = torch.cuda.current_stream(A.device).cuda_stream
+def _run(
+    plan: Plan,
+    matrices: tuple[Tensor, Tensor] | None,
+    operands: Operands,
+    device: torch.device,
+    outs: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    stream = torch.cuda.current_stream(device).cuda_stream
     args = jit.Args.from_buffer_copy(plan.args)
-    keep = _bind_inputs(plan, args, A, B, operands)
-    results, partials = _bind_outputs(plan, args, A.device, outs)
+    keep = _bind_inputs(plan, args, matrices, operands)
+    results, partials = _bind_outputs(plan, args, device, outs)
     if plan.kernel is not None:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=A.device)
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
         plan.kernel.run(args, workspace.data_ptr(), stream)
     elif plan.module is not None:
-        plan.module.launch("gemmgen_pointwise", plan.grid, (256, 1, 1), [args], stream)
+        plan.module.launch("gemmgen_pointwise", plan.grid, (pointwise.THREADS, 1, 1), [args], stream)
     for finish in plan.finishes:
         _finish(finish, partials[finish.index], results[finish.index], stream)
     del keep
     return results
 
 
-def _bind_inputs(plan: Plan, args: jit.Args, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
+def _bind_inputs(
+    plan: Plan, args: jit.Args, matrices: tuple[Tensor, Tensor] | None, operands: Operands
+) -> list[Tensor]:
     """Fill the input pointers; the tensors returned must live until the launch."""
-    binding = plan.binding
-    a, b = _laid_out(A, binding.a, -1), _laid_out(B, binding.b, -2)
-    keep = [a, b]
-    if binding.extents.K:
+    binding, keep = plan.binding, []
+    if matrices is not None and plan.kernel is not None:
+        assert isinstance(binding, Binding)
+        a, b = _laid_out(matrices[0], binding.a, -1), _laid_out(matrices[1], binding.b, -2)
+        keep += [a, b]
         args.a.ptr, args.b.ptr = a.data_ptr(), b.data_ptr()
     for i, (slot, reading) in enumerate(zip(binding.slots, binding.readings, strict=True)):
         if slot.name is None or reading is None:
@@ -317,20 +343,19 @@ def _laid_out(matrix: Tensor, reading: MatrixReading, k_axis: int) -> Tensor:
 def _bind_outputs(
     plan: Plan, args: jit.Args, device: torch.device, outs: Sequence[Tensor] | None
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
-    results, partials = [], {}
-    for i, output in enumerate(plan.binding.signature.outputs):
+    results = list(outs) if outs is not None else [
+        torch.empty(shape, dtype=dtype, device=device)
+        for shape, dtype in zip(plan.shapes, plan.torch_dtypes, strict=True)
+    ]
+    for i, (output, result) in enumerate(zip(plan.binding.outputs, results, strict=True)):
+        if output.reduce is not None:
+            if plan.binding.is_empty:  # over nothing a reduction is its identity
+                result.copy_(round_to(torch.tensor(IDENTITY[output.reduce]), plan.binding.dtypes[i]))
+            continue
+        args.outputs[i].ptr = result.data_ptr()
         if outs is not None:
-            result = outs[i]
-        elif output.reduce is not None and not plan.finishes:
-            identity = torch.full(plan.shapes[i], IDENTITY[output.reduce], device=device)
-            result = round_to(identity, plan.binding.dtypes[i])
-        else:
-            result = torch.empty(plan.shapes[i], dtype=plan.torch_dtypes[i], device=device)
-        results.append(result)
-        if output.reduce is None:
-            args.outputs[i].ptr = result.data_ptr()
-            if outs is not None:
-                _set_strides(args.outputs[i], result)
+            _set_strides(args.outputs[i], result)
+    partials = {}
     for finish in plan.finishes:
         partials[finish.index] = torch.empty(finish.partials, dtype=torch.float32, device=device)
         args.outputs[finish.index].ptr = partials[finish.index].data_ptr()
