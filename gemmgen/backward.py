@@ -90,7 +90,7 @@ class BackwardPlan:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of `wants` whose gradient is the cotangent of a result, unchanged: nothing has to be computed for them."""
+        """For names of `wants` whose gradient is, unchanged, the cotangent of a result: that result."""
         tiles = {r.name: r.node for r in self.backward.results if r.node.op is Op.LOAD and r.node.axes is Axes.TILE}
         return {name.removeprefix("d_"): str(node.attr).removeprefix("d_") for name, node in tiles.items()}
 
@@ -101,7 +101,7 @@ class BackwardPlan:
         return replace(left, parameters=left.loads())
 
     def restricted(self, wants: Iterable[str] | None = None, cotangents: Iterable[str] | None = None) -> BackwardPlan:
-        """The plan for fewer gradients, or for the cotangents that did arrive, reading no more than is saved already."""
+        """The plan for fewer gradients, or for the cotangents that did arrive, from what is saved already."""
         wanted = self.wants + self.zeros if wants is None else tuple(wants)
         arrived = self.cotangents if cotangents is None else tuple(cotangents)
         outputs, zeros = _outputs(self.graph, _in_order(self.graph, wanted), arrived)
@@ -112,7 +112,8 @@ class BackwardPlan:
 
     def explain(self) -> str:
         """What is saved and why, what is computed again, and which kernels run."""
-        return "\n".join([f"backward of `{self.graph.name}`, save={self.save!r}", *_explained_saves(self), *_explained_kernels(self)])
+        title = f"backward of `{self.graph.name}`, save={self.save!r}"
+        return "\n".join([title, *_explained_saves(self), *_explained_kernels(self)])
 
 
 def plan_backward(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gemmgen.dtypes import TORCH_NAMES, DType
 from gemmgen.ir.graph import Graph
-from gemmgen.ir.node import REDUCTIONS, Node, Op
+from gemmgen.ir.node import COMPARISONS, REDUCTIONS, Node, Op
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     dtype: getattr(torch, name.removeprefix("torch.")) for name, dtype in TORCH_NAMES.items()
@@ -74,7 +74,11 @@ def round_to(x: Tensor, dtype: DType) -> Tensor:
 
 
 def evaluate(
-    graph: Graph, accum: Tensor, operands: Mapping[str, Tensor], dtypes: Mapping[str, DType | None], compute: torch.dtype
+    graph: Graph,
+    accum: Tensor,
+    operands: Mapping[str, Tensor],
+    dtypes: Mapping[str, DType | None],
+    compute: torch.dtype,
 ) -> dict[str, Tensor]:
     """The results of `graph`, in torch ops that autograd can follow.
 
@@ -96,7 +100,7 @@ def evaluate(
         value = values[result.node]
         value = value if result.is_reduction else value.expand(shape)
         dtype = dtypes[result.name]
-        results[result.name] = value if dtype is None else round_to(value, dtype)
+        results[result.name] = value.to(compute) if dtype is None else round_to(value, dtype)
     return results
 
 
@@ -104,7 +108,10 @@ def _value(
     node: Node, values: Mapping[Node, Tensor], accum: Tensor, operands: Mapping[str, Tensor], compute: torch.dtype
 ) -> Tensor:
     if node.op in EVALUATE:
-        return EVALUATE[node.op](*(values[arg] for arg in node.args))
+        args = [values[arg] for arg in node.args]
+        if node.op in COMPARISONS and any(arg.dtype.is_integer for arg in node.args):
+            args = [arg.to(torch.int64) for arg in args]  # exact beyond 2^24, where fp32 is not
+        return EVALUATE[node.op](*args)
     if node.op in REDUCTIONS:
         return _reduced(node, values[node.args[0]], accum.shape)
     if node.op is Op.ACCUM:
@@ -134,8 +141,10 @@ def _cast(node: Node, x: Tensor, compute: torch.dtype) -> Tensor:
     assert isinstance(node.attr, DType)
     if node.attr is DType.F32:
         return x.to(compute)
+    if node.attr.is_integer:
+        return round_to(x.detach(), node.attr)
     rounded = round_to(x.detach(), node.attr).to(compute)
-    if node.attr.is_integer or not x.requires_grad:
+    if not x.requires_grad:
         return rounded
     through: Tensor = _StraightThrough.apply(x, rounded)
     return through  # as torch's own casts between floating types

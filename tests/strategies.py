@@ -120,7 +120,8 @@ def epilogues(draw: st.DrawFn, max_ops: int = 10, casts: bool = True) -> Graph:
             pool.append(draw(st.sampled_from(unary))[1](draw(st.sampled_from(pool))))
         else:
             make = draw(st.sampled_from(sorted(BINARY.items())))[1]
-            pool.append(make(draw(st.sampled_from(pool)), draw(st.sampled_from([*pool, Bounded(build.const(1.5), 1.5)]))))
+            second = draw(st.sampled_from([*pool, Bounded(build.const(1.5), 1.5)]))
+            pool.append(make(draw(st.sampled_from(pool)), second))
     recent = pool[-4:]
     results = tuple(_result(draw, f"out{i}", recent) for i in range(draw(st.integers(1, 3))))
     return verified(Graph("random", DType.F32, parameters, results, "dict"))

@@ -63,7 +63,8 @@ def _reduction_rule(graph: Graph, node: Node) -> None:
     for arg in node.args:
         if arg.op in REDUCTIONS:
             raise located(
-                VerifyError, graph, arg, f"the result of `{arg.op.value}(over={arg.attr!r})` is used inside the epilogue",
+                VerifyError, graph, arg,
+                f"the result of `{arg.op.value}(over={arg.attr!r})` is used inside the epilogue",
                 "A reduction is finished only when the whole kernel is: return it, and use it in the next operation.",
             )
 

@@ -97,7 +97,9 @@ def central_differences(graph, accum, operands, cotangent, name, step=1e-5):
 def assert_same(derived, expected):
     assert derived.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(derived[name], value, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            derived[name], value, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @settings(max_examples=150, deadline=None)
@@ -160,7 +162,9 @@ def test_ties_and_nan_of_two_are_torchs(op, fn):
     torch.testing.assert_close(grads["d_tile"].flatten(), expected[1])
 
 
-TIES = [[1.0, 2, 2, 0], [2.0, 2, 2, 2], [NAN, 2, NAN, 2], [1.0, NAN, 5, 5], [-INF, -INF, -INF, -INF], [0.0, -0.0, INF, INF]]
+TIES = [
+    [1.0, 2, 2, 0], [2.0, 2, 2, 2], [NAN, 2, NAN, 2], [1.0, NAN, 5, 5], [-INF, -INF, -INF, -INF], [0.0, -0.0, INF, INF],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("over, dims", [("M", (0,)), ("N", (1,)), ("MN", (0, 1))])

@@ -81,7 +81,8 @@ def test_integers_are_compared_as_integers_with_whole_numbers_only():
 
 
 @pytest.mark.parametrize(
-    "exponent, op", [(0.5, Op.SQRT), (-0.5, Op.RSQRT), (2, Op.MUL), (3, Op.MUL), (-1, Op.DIV), (1, Op.ACCUM), (1.7, Op.POW)]
+    "exponent, op",
+    [(0.5, Op.SQRT), (-0.5, Op.RSQRT), (2, Op.MUL), (3, Op.MUL), (-1, Op.DIV), (1, Op.ACCUM), (1.7, Op.POW)],
 )
 def test_common_exponents_become_cheaper_ops(exponent, op):
     assert build.power(ACCUM, build.const(exponent)).op is op

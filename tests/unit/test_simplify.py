@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gemmgen.dtypes import DType
 from gemmgen.evaluate import evaluate
 from gemmgen.ir import Axes, Graph, Location, Op, Result, build, to_text, verified
-from gemmgen.ir.build import add, cast, clamp, compare, const, div, explicit_cast, mul, neg, power, sub, unary, where
+from gemmgen.ir.build import add, cast, clamp, compare, const, div, explicit_cast, mul, neg, sub, unary, where
 from gemmgen.simplify import simplified, simplify, substituted
 from tests.strategies import epilogues, exact_epilogues, inputs, special_inputs
 
