@@ -7,7 +7,7 @@ shape, stride or alignment: where cp.async (4 bytes or more) cannot load, the ma
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmgen.arch import Arch
 from gemmgen.config import GemmConfig
@@ -196,23 +196,18 @@ def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str |
 
 
 def legal_configs(signature: Signature, arch: Arch) -> list[GemmConfig]:
-    """Configs worth trying for `signature` on `arch`, the best guess for a large problem first."""
+    """Configs worth trying for `signature` on `arch`, the best guess for a large problem first, split-K last."""
     math_ = _math_of(signature)
     if math_ is None:
         return []
-    configs = [
-        GemmConfig(
-            family="sm80",
-            tile_shape=tile,
-            warp_shape=warp,
-            stages=stages,
-            kernel_schedule="multistage",
-            scheduler=scheduler,
-        )
-        for scheduler in ("persistent", "stream_k")
-        for tile, warp, stages in (math_.register_tiles if _needs_registers(signature) else math_.tiles)
-    ]
+    tiles = math_.register_tiles if _needs_registers(signature) else math_.tiles
+    configs = [_config(*tile) for tile in tiles]
+    configs += [replace(config, scheduler="stream_k", split_k=4) for config in (configs[0], configs[-1])]
     return [config for config in configs if reject_reason(signature, config, arch) is None]
+
+
+def _config(tile_shape: Shape, warp_shape: Shape, stages: int) -> GemmConfig:
+    return GemmConfig("sm80", tile_shape, kernel_schedule="multistage", stages=stages, warp_shape=warp_shape, swizzle=4)
 
 
 def _reject_shape(config: GemmConfig, math_: _Math) -> str | None:
