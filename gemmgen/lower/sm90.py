@@ -14,7 +14,7 @@ from gemmgen.templates import render
 
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
-MAX_ACCUMS_PER_THREAD = 192  # more leave too few registers for the epilogue: the kernel would spill
+MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Schedule:
 
     Attributes:
         mainloop, epilogue: CUTLASS schedule tags.
-        mainloop_header: the kernel layer's header.
+        kernel_header: CUTLASS header of the kernel layer.
         threads: threads that hold one accumulator tile.
         is_fast_accum: fp8 accumulates in the tensor core's own precision.
     """
@@ -40,8 +40,9 @@ class Schedule:
         return self.threads // 2
 
 
-_COOPERATIVE = ("TmaWarpSpecializedCooperative", "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp", 256)
-_PINGPONG = ("TmaWarpSpecialized", "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp", 128)
+_KERNEL_HEADER = "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_"
+_COOPERATIVE = ("TmaWarpSpecializedCooperative", _KERNEL_HEADER + "cooperative.hpp", 256)
+_PINGPONG = ("TmaWarpSpecialized", _KERNEL_HEADER + "pingpong.hpp", 128)
 
 SCHEDULES = {
     "cooperative": Schedule("KernelTmaWarpSpecializedCooperative", *_COOPERATIVE),
@@ -49,7 +50,7 @@ SCHEDULES = {
     "cooperative_fast_accum": Schedule("KernelTmaWarpSpecializedCooperativeFP8FastAccum", *_COOPERATIVE, True),
     "pingpong_fast_accum": Schedule("KernelTmaWarpSpecializedPingpongFP8FastAccum", *_PINGPONG, True),
 }
-SCHEDULERS = {"persistent": "PersistentScheduler", "stream_k": "StreamKScheduler"}
+SCHEDULERS = {"persistent": "cutlass::gemm::PersistentScheduler", "stream_k": "cutlass::gemm::StreamKScheduler"}
 FP8 = (DType.E4M3, DType.E5M2)
 FLOATS_16_BIT = (DType.BF16, DType.F16)
 EPILOGUE_DTYPES = (DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8, DType.I32, DType.BOOL)
@@ -62,31 +63,38 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     `reject_reason(signature, config, arch)` must be None.
     """
     schedule = SCHEDULES[config.kernel_schedule]
-    evt = lower_to_evt(signature)
     tile_m, tile_n, tile_k = config.tile_shape
     return render(
         "sm90.cu.jinja",
-        label=config.label,
-        summary=_summary(signature),
+        **collective_values(signature, config),
         headers=(_mainloop_header(signature), schedule.kernel_header),
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
-        cluster_m=config.cluster_shape[0],
-        cluster_n=config.cluster_shape[1],
-        accum=signature.accum.cutlass,
-        epilogue_tile=_epilogue_tile(config),
+        epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
-        evt=evt,
-        a=_matrix(signature.a, "a", "x.m", "RowMajor", "ColumnMajor"),
-        b=_matrix(signature.b, "b", "x.n", "ColumnMajor", "RowMajor"),
-        stages=_stage_count(config),
+        stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],
         scheduler_statements=("args.scheduler.splits = x.split_k;",) if config.scheduler == "stream_k" else (),
-        tma_tensors=_tma_tensors(signature),
-        partials=_partials(signature, config),
     )
+
+
+def collective_values(signature: Signature, config: GemmConfig) -> dict[str, object]:
+    """What `collectives.cu.jinja` needs, whatever the arch."""
+    cluster_m, cluster_n = config.cluster_shape
+    return {
+        "label": config.label,
+        "summary": _summary(signature),
+        "cluster_m": cluster_m,
+        "cluster_n": cluster_n,
+        "accum": signature.accum.cutlass,
+        "evt": lower_to_evt(signature),
+        "a": _matrix(signature.a, "a", "x.m", "RowMajor", "ColumnMajor"),
+        "b": _matrix(signature.b, "b", "x.n", "ColumnMajor", "RowMajor"),
+        "tma_tensors": _tma_tensors(signature),
+        "partials": _partials(signature, config),
+    }
 
 
 def lower_to_evt(signature: Signature) -> EvtTree:
@@ -111,11 +119,11 @@ def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str |
         return f"the sm90 family does not run {config.family} configs on {arch.name}"
     rules: tuple[Callable[[Signature, GemmConfig, Arch], str | None], ...] = (
         _reject_mainloop,
-        _reject_alignment,
-        _reject_operands,
+        reject_alignment,
+        reject_operands,
         _reject_schedule,
         _reject_tile,
-        _reject_epilogue_tile,
+        _reject_subtile,
         _reject_stages,
     )
     reasons = (rule(signature, config, arch) for rule in rules)
@@ -139,18 +147,20 @@ def _reject_mainloop(signature: Signature, config: GemmConfig, arch: Arch) -> st
     return None
 
 
-def _reject_alignment(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+def reject_alignment(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    """What TMA cannot address, or None."""
     for name, matrix in (("A", signature.a), ("B", signature.b)):
         if matrix.alignment * matrix.dtype.bytes < TMA_BYTES:
             return f"{name} is aligned to {matrix.alignment * matrix.dtype.bytes} bytes, TMA needs {TMA_BYTES}"
-    tiles = [value for value in (*signature.inputs, *signature.outputs) if _is_tile(value)]
+    tiles = [value for value in _operands(signature) if _is_tile(value)]
     if any(signature.tile_alignment * value.dtype.bytes < TMA_BYTES for value in tiles):
         return f"the [M, N] operands are aligned to {signature.tile_alignment} elements, TMA needs {TMA_BYTES} bytes"
     return None
 
 
-def _reject_operands(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
-    for value in (*signature.inputs, *signature.outputs):
+def reject_operands(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    """What the epilogue cannot hold, or None."""
+    for value in _operands(signature):
         if value.dtype not in EPILOGUE_DTYPES:
             return f"the epilogue cannot hold {value.dtype.text} operands"
     if not signature.outputs:
@@ -184,14 +194,15 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
         return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
     if k % k_step or k <= 0:
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
-    if m * n > MAX_ACCUMS_PER_THREAD * schedule.threads:
-        return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
+    copies = 2 if signature.a.dtype in FP8 and not schedule.is_fast_accum else 1  # exact sums beside the tensor core's
+    if copies * m * n > MAX_ACCUM_REGISTERS * schedule.threads:
+        return f"{copies} x {m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
     if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
         return f"cluster_shape {config.cluster_shape}: powers of two, at most {MAX_CLUSTER_SIZE} CTAs"
     return None
 
 
-def _reject_epilogue_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     if config.epilogue_tile is None:
         return None
     m, n = config.epilogue_tile
@@ -222,6 +233,10 @@ def element(dtype: DType) -> str:
     return "uint8_t" if dtype is DType.BOOL else dtype.cutlass
 
 
+def _operands(signature: Signature) -> list[Input | Output]:
+    return [*signature.inputs, *signature.outputs]
+
+
 def _is_tile(value: Input | Output) -> bool:
     return value.kind is Kind.TILE and getattr(value, "reduce", None) is None
 
@@ -247,17 +262,19 @@ def _reduce_prefix(output: Output) -> str:
     return f"{output.reduce.value} to " if output.reduce else ""
 
 
-def _epilogue_tile(config: GemmConfig) -> str:
+def epilogue_tile(config: GemmConfig) -> str:
+    """The C++ type of the epilogue tile, or the tag that lets CUTLASS choose."""
     if config.epilogue_tile is None:
         return "cutlass::epilogue::collective::EpilogueTileAuto"
     m, n = config.epilogue_tile
     return f"cute::Shape<cute::Int<{m}>, cute::Int<{n}>>"
 
 
-def _stage_count(config: GemmConfig) -> str:
+def stage_count(config: GemmConfig) -> str:
+    """The C++ tag of the mainloop's stages: a number, or as many as fit beside the epilogue."""
     if config.stages is not None:
         return f"cutlass::gemm::collective::StageCount<{config.stages}>"
-    return "cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>"
+    return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
 
 
 def _mainloop_header(signature: Signature) -> str:
@@ -324,10 +341,9 @@ def _store(index: int, value: Output, is_d: bool) -> Visitor:
 
 def _functor(index: int, signature: Signature) -> Functor:
     output = signature.outputs[index]
-    is_index = (Kind.ROW_INDEX, Kind.COL_INDEX)
-    parameters = ("int" if signature.accum is DType.I32 else "float",) + tuple(
-        "int" if value.kind in is_index else "float" for value in signature.inputs
-    )
+    indices = (Kind.ROW_INDEX, Kind.COL_INDEX)
+    accum = "int" if signature.accum is DType.I32 else "float"
+    parameters = (accum, *("int" if value.kind in indices else "float" for value in signature.inputs))
     value = "int" if output.dtype is DType.I32 and output.reduce is None else "float"
     stored = "float" if output.reduce else element(output.dtype)
     return Functor(f"gemmgen_functor_{index}", f"Functor{index}", value, parameters, stored)
@@ -339,11 +355,10 @@ def _tma_tensors(signature: Signature) -> list[dict[str, str]]:
         _tma_tensor("x.a", "ld", signature.a.dtype, "x.m" if signature.a.k_major else "x.k"),
         _tma_tensor("x.b", "ld", signature.b.dtype, "x.n" if signature.b.k_major else "x.k"),
     ]
-    for name, values in (("inputs", signature.inputs), ("outputs", signature.outputs)):
-        for i, value in enumerate(values):
-            if _is_tile(value):
-                tensors.append(_tma_tensor(f"x.{name}[{i}]", "row_stride", value.dtype, "x.m"))
-    return tensors
+    named: list[tuple[str, Input | Output]] = [(f"x.inputs[{i}]", value) for i, value in enumerate(signature.inputs)]
+    named += [(f"x.outputs[{i}]", value) for i, value in enumerate(signature.outputs)]
+    tiles = ((where, value.dtype) for where, value in named if _is_tile(value))
+    return tensors + [_tma_tensor(where, "row_stride", dtype, "x.m") for where, dtype in tiles]
 
 
 def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, str]:

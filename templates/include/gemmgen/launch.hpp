@@ -15,7 +15,9 @@ constexpr int kTmaAlignmentBytes = 16;
 // CUTLASS clears workspaces through this.
 struct DriverAdapter final : cutlass::CudaHostAdapter {
   using Status = cutlass::Status;
-  Status query_occupancy(int32_t*, int32_t*, int32_t, int32_t, int32_t) const override { return Status::kErrorInternal; }
+  Status query_occupancy(int32_t*, int32_t*, int32_t, int32_t, int32_t) const override {
+    return Status::kErrorInternal;
+  }
   Status launch(dim3, dim3, size_t, cudaStream_t, void**, int32_t) const override { return Status::kErrorInternal; }
   Status launch(dim3, dim3, dim3, size_t, cudaStream_t, void**, int32_t) const override {
     return Status::kErrorInternal;

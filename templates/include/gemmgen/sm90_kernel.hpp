@@ -11,20 +11,13 @@
 
 namespace gemmgen {
 
-using TileStride = cute::Stride<int64_t, cute::_1, int64_t>;  // (M,N,L), row-major
-
-template <class Element>
-constexpr int kTmaElements = 128 / cutlass::sizeof_bits<Element>::value;
-template <>
-inline constexpr int kTmaElements<void> = 1;
-
 // What the epilogue's nodes have to know of the collective around them.
 template <class TileShape_, class EpilogueTileOrAuto, class ElementC, class ElementD, class Schedule>
 struct EpilogueShape {
   using TileShape = TileShape_;
-  using Descriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
-      TileShape, EpilogueTileOrAuto, ElementC, cute::conditional_t<cute::is_void_v<ElementD>, cutlass::bfloat16_t, ElementD>,
-      Schedule>;
+  using BufferedD = cute::conditional_t<cute::is_void_v<ElementD>, cutlass::bfloat16_t, ElementD>;
+  using Descriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<TileShape, EpilogueTileOrAuto, ElementC,
+                                                                               BufferedD, Schedule>;
   static constexpr bool kIsCooperative = cutlass::epilogue::collective::detail::sm90_is_cooperative_v<Schedule>;
   static constexpr int kWarps = kIsCooperative ? 8 : 4;  // that share one epilogue subtile
 
@@ -34,14 +27,6 @@ struct EpilogueShape {
       float, ElementC, cutlass::layout::RowMajor, kTmaElements<ElementC>, ElementD, cutlass::layout::RowMajor,
       kTmaElements<ElementD>, Schedule, Visitor>::CollectiveOp;
 };
-
-// A row vector [N] and a column vector [M], of any alignment.
-template <class Epi, class Element>
-using RowLoad = cutlass::epilogue::fusion::Sm90RowBroadcast<0, typename Epi::TileShape, Element, float,
-                                                            cute::Stride<cute::_0, cute::_1, int64_t>, 1, false>;
-template <class Epi, class Element>
-using ColLoad = cutlass::epilogue::fusion::Sm90ColBroadcast<0, typename Epi::TileShape, Element, float,
-                                                            cute::Stride<cute::_1, cute::_0, int64_t>, 1, false>;
 
 // Tiles beside C and D, by TMA.
 template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxLoadDescriptor<

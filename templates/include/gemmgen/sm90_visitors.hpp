@@ -54,6 +54,21 @@ struct Node {
   SharedStorage* storage = nullptr;
 };
 
+using TileStride = cute::Stride<int64_t, cute::_1, int64_t>;  // (M,N,L), row-major
+
+template <class Element>
+constexpr int kTmaElements = 128 / cutlass::sizeof_bits<Element>::value;
+template <>
+inline constexpr int kTmaElements<void> = 1;
+
+// A row vector [N] and a column vector [M], of any alignment.
+template <class Epi, class Element>
+using RowLoad = cutlass::epilogue::fusion::Sm90RowBroadcast<0, typename Epi::TileShape, Element, float,
+                                                            cute::Stride<cute::_0, cute::_1, int64_t>, 1, false>;
+template <class Epi, class Element>
+using ColLoad = cutlass::epilogue::fusion::Sm90ColBroadcast<0, typename Epi::TileShape, Element, float,
+                                                            cute::Stride<cute::_1, cute::_0, int64_t>, 1, false>;
+
 // One number per batch: `ptr[l * batch_stride]`, or `value` where `ptr` is null.
 template <class Element>
 struct ScalarParams {
@@ -180,6 +195,36 @@ struct RowReduction
                              int columns, int thread)
         : tCsRow(tCsRow), tCcD(tCcD), rows_left(rows_left), smem(smem), gmem(gmem), columns(columns), thread(thread) {}
 
+    // Reduces over the rows of a warp. Each step halves the lanes that share a value, and where it can also the values
+    // of a lane: one half of the lanes keeps one half. Returns which value the lane's first one is.
+    template <int kHalf, int kCount, class Values>
+    CUTLASS_DEVICE static int exchange(Values& values, int row) {
+      if constexpr (kHalf == 0) {
+        return 0;
+      } else if constexpr (kCount % 2 == 0) {
+        bool upper = row & kHalf;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kCount / 2; ++j) {
+          float keep = upper ? values(j + kCount / 2) : values(j);
+          float send = upper ? values(j) : values(j + kCount / 2);
+          values(j) = Op::reduce(keep, __shfl_xor_sync(0xffffffff, send, kHalf * kLanesPerRow));
+        }
+        return (upper ? kCount / 2 : 0) + exchange<kHalf / 2, kCount / 2>(values, row);
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kCount; ++j) {
+          values(j) = Op::reduce(values(j), __shfl_xor_sync(0xffffffff, values(j), kHalf * kLanesPerRow));
+        }
+        return exchange<kHalf / 2, kCount>(values, row);
+      }
+    }
+
+    // How many of `count` values `exchange` leaves to a lane.
+    static constexpr int kept(int count) {
+      for (int half = kRowsPerWarp / 2; half > 0; half /= 2) { count = count % 2 == 0 ? count / 2 : count; }
+      return count;
+    }
+
     // The previous tile's `end` must have read the partials in shared memory before this tile writes its own.
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
 
@@ -206,28 +251,9 @@ struct RowReduction
       cute::Tensor partials = cute::filter_zeros(tCsRow(cute::_, cute::_, cute::_, epi_m, epi_n));
       int row = (thread % cutlass::NumThreadsPerWarp) / kLanesPerRow;
       constexpr int kValues = decltype(cute::size(values))::value;
-      int count = kValues, block = 0;
+      int first = exchange<kRowsPerWarp / 2, kValues>(values, row);
       CUTLASS_PRAGMA_UNROLL
-      for (int half = kRowsPerWarp / 2; half > 0; half /= 2) {
-        bool upper = row & half;
-        if (count % 2 == 0) {  // each half of the lanes keeps one half of the values
-          count /= 2;
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < count; ++j) {
-            float keep = upper ? values(j + count) : values(j);
-            float send = upper ? values(j) : values(j + count);
-            values(j) = Op::reduce(keep, __shfl_xor_sync(0xffffffff, send, half * kLanesPerRow));
-          }
-          block += upper ? count : 0;
-        } else {
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < count; ++j) {
-            values(j) = Op::reduce(values(j), __shfl_xor_sync(0xffffffff, values(j), half * kLanesPerRow));
-          }
-        }
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < count; ++j) { partials(block + j) = values(j); }  // equal lanes write equal values
+      for (int j = 0; j < kept(kValues); ++j) { partials(first + j) = values(j); }
     }
 
     // The collective has synchronized since the last `reduce`.
@@ -248,13 +274,14 @@ struct RowReduction
     auto [m, n, k, l] = args.tile_coord_mnkl;
     float* smem = this->storage->data();
     float* warp_smem = smem + args.thread_idx / cutlass::NumThreadsPerWarp * TileN;
-    cute::Tensor sRow = cute::make_tensor(cute::make_smem_ptr(warp_smem),
-                                          cute::make_layout(cute::take<0, 2>(TileShape{}), cute::Stride<cute::_0, cute::_1>{}));
+    cute::Tensor sRow =
+        cute::make_tensor(cute::make_smem_ptr(warp_smem),
+                          cute::make_layout(cute::take<0, 2>(TileShape{}), cute::Stride<cute::_0, cute::_1>{}));
     cute::Tensor tCsRow =
         evt::sm90_partition_for_epilogue<ReferenceSrc>(sRow, args.epi_tile, args.tiled_copy, args.thread_idx);
     auto const& p = *this->params;
     float* gmem = m * TileM < M ? p.ptr + l * p.batch_stride + m * p.tile_stride + int64_t(n) * TileN : nullptr;
-    int columns = cute::min(TileN, N - n * TileN);
+    int columns = cute::min(int(TileN), N - n * TileN);
     return Callbacks<decltype(tCsRow), decltype(args.tCcD)>(tCsRow, args.tCcD, cute::get<0>(args.residue_tCcD), smem,
                                                             gmem, columns, args.thread_idx);
   }
