@@ -150,6 +150,13 @@ def plan_backward(
     return BackwardPlan(graph, save, passes, backward, tuple(outputs), zeros, carriers, saved)
 
 
+def differentiable(graph: Graph, wants: Iterable[str]) -> tuple[str, ...]:
+    """The results of `graph` that depend, other than through integers, on what `wants` names; perhaps none."""
+    graph = simplify(graph)
+    reachable = dependents((result.node for result in graph.results), _in_order(graph, wants).values())
+    return tuple(result.name for result in graph.results if _no_gradient(result, reachable) is None)
+
+
 def fused_into_dgrad(plan: BackwardPlan, cotangent: str = "d_D") -> Graph:
     """The epilogue that turns the next operation's dgrad GEMM into this one's `plan.backward`.
 

@@ -105,6 +105,12 @@ class Node:
         inner = ", ".join([*(repr(arg) for arg in self.args), *([repr(self.attr)] if self.attr is not None else [])])
         return f"{self.op.value}({inner})"
 
+    def __deepcopy__(self, memo: object) -> Node:
+        return self  # a second copy would equal nothing that the builders make
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (self.op, self.args, self.attr, self.dtype, self.axes)
+
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 
@@ -117,6 +123,10 @@ def make(op: Op, *args: Node, attr: Attr = None, dtype: DType = DType.F32, axes:
     if node is None:
         node = _interned[key] = Node(op, args, attr, dtype, axes)
     return node
+
+
+def _restored(op: Op, args: tuple[Node, ...], attr: Attr, dtype: DType, axes: Axes) -> Node:
+    return make(op, *args, attr=attr, dtype=dtype, axes=axes)
 
 
 def topological(roots: Iterable[Node]) -> Iterator[Node]:

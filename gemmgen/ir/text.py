@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gemmgen.dtypes import DType
 from gemmgen.ir.graph import Graph, Parameter
-from gemmgen.ir.node import Node, Op
+from gemmgen.ir.node import Node, Op, topological
 
 
 def to_text(graph: Graph) -> str:
@@ -30,11 +30,11 @@ def line(node: Node, names: dict[Node, str]) -> str:
 
 
 def describe(node: Node, graph: Graph) -> str:
-    """The line of `node` as it stands in the graph's text, or its bare form if it is not in the graph."""
+    """The line of `node` as it stands in the graph's text, or would if the graph also returned it."""
     names: dict[Node, str] = {}
-    for each in graph.nodes():
+    for each in topological([*(result.node for result in graph.results), node]):
         names[each] = f"%{len(names)}"
-    return line(node, names) if node in names else repr(node)
+    return line(node, names)
 
 
 def _parameters(graph: Graph) -> str:

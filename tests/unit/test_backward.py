@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gemmgen.dsl as gg
-from gemmgen.backward import fused_into_dgrad, plan_backward
+from gemmgen.backward import differentiable, fused_into_dgrad, plan_backward
 from gemmgen.dtypes import DType
 from gemmgen.errors import NoBackward
 from gemmgen.ir import Axes, Op, to_text
@@ -217,6 +217,22 @@ def test_bf16_saves_err_no_more_than_an_eager_bf16_matmul(fn):
         assert (value - exact[name]).abs().max() <= 2 * (eager[name] - exact[name]).abs().max() + floor, name
 
 
+def linear_stats(accum, bias: gg.Row):
+    y = accum + bias
+    return {"D": y, "amax": gg.amax(abs(y), over="N"), "top": gg.max(y, over="M"), "low": gg.min(y * 2, over="MN")}
+
+
+def test_the_winners_of_maxima_are_found_among_rounded_values():
+    """However saved tiles are rounded, each cotangent of a reduction arrives whole."""
+    plan = plan_of(linear_stats, cotangents={"top", "low"})
+    accum, operands = numbers(plan)
+    cotangents = cotangents_for(plan.graph, plan.cotangents, SHAPE)
+    grads = by_plan(plan, accum * 1.001, operands, cotangents, tile_dtype=DType.BF16)
+    total = cotangents["top"].sum() + 2 * cotangents["low"].sum()
+    torch.testing.assert_close(grads["d_accum"].sum(), total)
+    torch.testing.assert_close(grads["d_bias"].sum(), total)
+
+
 def test_fusing_puts_accum_in_the_place_of_the_cotangent():
     assert to_text(fused_into_dgrad(plan_of(bias_relu))) == """\
 epilogue bias_relu_backward(accum: f32[M,N], saved0: f32[M,N])
@@ -267,6 +283,13 @@ def test_asking_for_the_gradient_of_an_index_condition_or_integer_is_refused(nam
     assert plan_of(index_and_value).cotangents == ("D",)
     with pytest.raises(NoBackward, match=rf"result `{name}` has no gradient"):
         plan_of(index_and_value, cotangents={"D", name})
+
+
+def test_what_is_differentiable_can_be_asked_without_an_error():
+    graph = trace(gg.epilogue(index_and_value))
+    assert differentiable(graph, {"accum"}) == ("D",)
+    assert differentiable(graph, set()) == ()
+    assert differentiable(trace(gg.epilogue(as_int8)), {"accum", "scale"}) == ()
 
 
 def test_integers_inside_stop_the_gradient_but_raise_nothing():

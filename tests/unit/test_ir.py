@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from gemmgen.dtypes import DType
 from gemmgen.errors import VerifyError
 from gemmgen.ir import Axes, Graph, Location, Op, Parameter, Result, build, to_text, topological, verified
 from gemmgen.ir.node import _interned, make
+from gemmgen.ir.text import describe
 from gemmgen.ir.verify import ARITY, located
 from tests.strategies import epilogues
 
@@ -41,6 +44,13 @@ def test_nodes_that_nobody_holds_are_forgotten():
     del node
     gc.collect()
     assert len(_interned) < before
+
+
+def test_copied_and_pickled_nodes_are_the_same_nodes():
+    graph = golden_graph()
+    assert copy.deepcopy(graph).results[0].node is graph.results[0].node
+    assert pickle.loads(pickle.dumps(graph)).results[0].node is graph.results[0].node
+    assert copy.copy(ACCUM) is ACCUM
 
 
 def test_nodes_cannot_be_changed():
@@ -149,6 +159,14 @@ def test_loads_are_the_parameters_in_use():
 def test_text_is_stable_and_has_a_line_for_each_node(graph):
     assert to_text(graph) == to_text(graph)
     assert to_text(graph).count("\n") == len(list(graph.nodes())) + 1
+
+
+def test_describing_a_node_takes_no_longer_for_much_sharing():
+    node = ACCUM
+    for _ in range(60):
+        node = build.mul(node, node)
+    assert describe(node, golden_graph()) == "%68: f32[M,N] = mul %67 %67"
+    assert describe(ROW, golden_graph()) == '%1: f32[N] = load "bias"'
 
 
 def test_every_op_has_its_arity():
