@@ -1,0 +1,189 @@
+"""The sm90 family: what it refuses and why, what it renders, and that nvcc and nvJitLink accept it without a spill."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from gemmgen.arch import arch_named
+from gemmgen.config import GemmConfig
+from gemmgen.dtypes import DType
+from gemmgen.jit.build import build
+from gemmgen.lower.sm90 import SCHEDULES, lower_to_evt, reject_reason, render_skeleton
+from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
+from gemmgen.source import KernelSource
+
+SM90 = arch_named("sm90")
+ROW, COL = Input(Kind.ROW, DType.BF16), Input(Kind.COL, DType.F32)
+TILE, SCALAR = Input(Kind.TILE, DType.BF16), Input(Kind.SCALAR, DType.F32)
+INDICES = (Input(Kind.ROW_INDEX, DType.I32), Input(Kind.COL_INDEX, DType.I32))
+D = Output(Kind.TILE, DType.BF16)
+SUM_OVER_M = Output(Kind.ROW, DType.F32, Reduce.SUM)
+MAX_OVER_N = Output(Kind.COL, DType.F32, Reduce.MAX)
+COOPERATIVE = GemmConfig("sm90", (128, 256, 64), (2, 1), "cooperative")
+PINGPONG = GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
+
+
+def signature(
+    a: DType = DType.BF16,
+    b: DType | None = None,
+    *,
+    k_major: tuple[bool, bool] = (True, True),
+    inputs: tuple[Input, ...] = (ROW,),
+    outputs: tuple[Output, ...] = (D,),
+) -> Signature:
+    """A legal signature: TMA-aligned, with the accumulator and the arithmetic that `a` has."""
+    b = b or a
+    return Signature(
+        a=Matrix(a, k_major[0], 16 // a.bytes),
+        b=Matrix(b, k_major[1], 16 // b.bytes),
+        accum=DType.I32 if a is DType.I8 else DType.F32,
+        math="tf32" if a is DType.F32 else "tensor",
+        inputs=inputs,
+        outputs=outputs,
+        tile_alignment=16,
+    )
+
+
+def functors(skeleton: str) -> str:
+    """A definition of each functor that `skeleton` declares: the sum of everything that it is given."""
+    declared = re.findall(r'extern "C" __device__ (\w+) (\w+)\((.*)\);', skeleton)
+    return "".join(
+        f'extern "C" __device__ {returned} {name}('
+        + ", ".join(f"{t} x{i}" for i, t in enumerate(types.split(", ")))
+        + ") { return "
+        + " + ".join(f"x{i}" for i in range(len(types.split(", "))))
+        + "; }\n"
+        for returned, name, types in declared
+    )
+
+
+# ---- what is refused
+
+LEGAL = [
+    pytest.param(signature(), COOPERATIVE, id="bf16"),
+    pytest.param(signature(k_major=(False, False)), COOPERATIVE, id="bf16-mn-major"),
+    pytest.param(signature(DType.F32), replace(COOPERATIVE, tile_shape=(128, 128, 32)), id="tf32"),
+    pytest.param(signature(DType.E4M3, DType.E5M2), replace(PINGPONG, tile_shape=(64, 128, 128)), id="fp8"),
+    pytest.param(signature(DType.I8), replace(COOPERATIVE, tile_shape=(128, 256, 128)), id="int8"),
+    pytest.param(signature(outputs=(SUM_OVER_M,)), PINGPONG, id="only-a-reduction"),
+    pytest.param(signature(), replace(COOPERATIVE, scheduler="stream_k", split_k=4), id="split-k"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 192, 64), epilogue_tile=(128, 64)), id="subtile"),
+    pytest.param(
+        signature(DType.E4M3),
+        replace(COOPERATIVE, tile_shape=(128, 256, 128), kernel_schedule="cooperative_fast_accum"),
+        id="fp8-fast",
+    ),
+]
+
+
+@pytest.mark.parametrize("value, config", LEGAL)
+def test_legal_is_not_refused(value, config):
+    assert reject_reason(value, config, SM90) is None
+
+
+REFUSED = [
+    pytest.param(signature(DType.BF16, DType.F16), COOPERATIVE, "bf16 by f16", id="mixed"),
+    pytest.param(replace(signature(), math="simt"), COOPERATIVE, "tensor-core", id="simt"),
+    pytest.param(signature(DType.I8, k_major=(True, False)), COOPERATIVE, "K contiguous", id="int8-layout"),
+    pytest.param(signature(DType.F32, k_major=(False, True)), COOPERATIVE, "K contiguous", id="tf32-layout"),
+    pytest.param(replace(signature(), b=Matrix(DType.BF16, True, 4)), COOPERATIVE, "B is aligned to 8", id="alignment"),
+    pytest.param(replace(signature(), tile_alignment=4), COOPERATIVE, "aligned to 4 elements", id="tile-alignment"),
+    pytest.param(signature(inputs=(Input(Kind.ROW, DType.F64),)), COOPERATIVE, "f64", id="f64"),
+    pytest.param(signature(outputs=()), COOPERATIVE, "no output", id="no-output"),
+    pytest.param(signature(), replace(COOPERATIVE, kernel_schedule="multistage"), "kernel_schedule", id="schedule"),
+    pytest.param(signature(), replace(COOPERATIVE, kernel_schedule="pingpong_fast_accum"), "fp8", id="fast-bf16"),
+    pytest.param(signature(), replace(PINGPONG, scheduler="stream_k"), "cooperative", id="stream-k-pingpong"),
+    pytest.param(signature(), replace(COOPERATIVE, split_k=2), "stream_k", id="split-k-persistent"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(64, 256, 64)), "multiples of 128", id="tile-m"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 72, 64)), "multiples of 16", id="tile-n"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 128, 24)), "multiples of 16", id="tile-k"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 256, 64)), "registers", id="registers"),
+    pytest.param(
+        signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), "2 x 128x256", id="fp8-registers"
+    ),
+    pytest.param(signature(), replace(COOPERATIVE, cluster_shape=(3, 1)), "powers of two", id="cluster"),
+    pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(64, 32)), "share 128 rows", id="subtile-m"),
+    pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(128, 96)), "divides", id="subtile-n"),
+    pytest.param(signature(), replace(COOPERATIVE, stages=8), "shared memory", id="stages"),
+]
+
+
+@pytest.mark.parametrize("value, config, reason", REFUSED)
+def test_refusal_names_the_reason(value, config, reason):
+    assert reason in reject_reason(value, config, SM90)
+
+
+def test_other_families_and_archs_are_refused():
+    assert "sm80" in reject_reason(signature(), GemmConfig("sm80", (128, 128, 32)), SM90)
+    assert "sm89" in reject_reason(signature(), COOPERATIVE, arch_named("sm89"))
+
+
+# ---- what is rendered
+
+
+def test_run_time_values_do_not_change_the_skeleton():
+    config = replace(COOPERATIVE, scheduler="stream_k")
+    tuned = replace(config, swizzle=8, raster="N", split_k=4)
+    assert render_skeleton(signature(), tuned, SM90) == render_skeleton(signature(), config, SM90)
+
+
+def test_functor_takes_the_accumulator_then_the_inputs():
+    value = signature(DType.I8, inputs=(ROW, *INDICES), outputs=(D, Output(Kind.TILE, DType.I32)))
+    text = render_skeleton(value, replace(COOPERATIVE, tile_shape=(128, 128, 128)), SM90)
+    assert 'extern "C" __device__ float gemmgen_functor_0(int, float, int, int);' in text
+    assert 'extern "C" __device__ int gemmgen_functor_1(int, float, int, int);' in text
+
+
+def test_first_tiles_are_the_collectives_own():
+    evt = lower_to_evt(signature(inputs=(TILE, TILE), outputs=(SUM_OVER_M, D, D)))
+    assert [load.cpp_type.split("<")[0] for load in evt.loads] == [
+        "cutlass::epilogue::fusion::Sm90SrcFetch",
+        "gemmgen::TileLoad",
+    ]
+    assert evt.d_index == 1 and evt.d.ptr == "x.outputs[1].ptr"
+    assert [store.cpp_type.split("<")[0] for store in evt.stores] == [
+        "gemmgen::RowPartials",
+        "gemmgen::StoreD",
+        "gemmgen::TileStore",
+    ]
+
+
+def test_without_a_stored_tile_nothing_is_c_or_d():
+    evt = lower_to_evt(signature(inputs=(TILE,), outputs=(MAX_OVER_N,)))
+    assert (evt.c.element, evt.d.element, evt.d_index) == ("void", "void", -1)
+    assert evt.loads[0].cpp_type.startswith("gemmgen::TileLoad")
+
+
+def test_partial_counts_follow_the_reduced_mode():
+    text = render_skeleton(signature(outputs=(D, SUM_OVER_M, MAX_OVER_N)), COOPERATIVE, SM90)
+    assert "if (output == 1) { return cute::ceil_div(x->m, 128); }" in text
+    assert "if (output == 2) { return cute::ceil_div(x->n, 256); }" in text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_renders_its_tags(name):
+    config = replace(COOPERATIVE, kernel_schedule=name, tile_shape=(128, 128, 128))
+    text = render_skeleton(signature(DType.E4M3), config, SM90)
+    assert f"cutlass::gemm::{SCHEDULES[name].mainloop}>" in text
+    assert f"cutlass::epilogue::{SCHEDULES[name].epilogue}>" in text
+
+
+# ---- what compiles
+
+BUILT = [
+    pytest.param(signature(inputs=(ROW, COL, TILE, SCALAR)), COOPERATIVE, id="row-col-tile-scalar"),
+    pytest.param(signature(k_major=(False, False), inputs=INDICES, outputs=(D, D)), PINGPONG, id="mn-major-two-tiles"),
+    pytest.param(signature(inputs=(TILE,), outputs=(SUM_OVER_M, MAX_OVER_N)), COOPERATIVE, id="only-reductions"),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("value, config", BUILT)
+def test_builds_without_a_stack(value, config):
+    skeleton = render_skeleton(value, config, SM90)
+    (built,) = build([KernelSource(config.label, SM90, skeleton, functors(skeleton))])
+    assert built.function == "gemmgen_kernel"
+    assert built.stack_bytes == 0  # no spills, and no array that is indexed at run time
