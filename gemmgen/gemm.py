@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Union
+from typing import Literal, Union
 
 import torch
 from torch import Tensor
 
-from gemmgen import aot, pipeline
+from gemmgen import aot, pipeline, training
 from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
 from gemmgen.dtypes import DType
@@ -17,7 +17,6 @@ from gemmgen.ir.graph import Parameter
 from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
-from gemmgen.ops import EpilogueOp, register
 from gemmgen.problem import bind_names
 
 Operand = Union[Tensor, float]
@@ -31,20 +30,28 @@ class Gemm:
         fn: a function declared with `@gg.epilogue`.
         mainloop: what makes the accumulator; `gg.Dense()` is `A @ B`.
         config: a kernel to use always; None chooses one per problem.
+        save: what a forward keeps for its backward: "auto" the fewest bytes that need no second GEMM, "recompute"
+            nothing beyond the inputs.
 
     Raises:
         TraceError, VerifyError: `fn` is not an epilogue; the message names the line. Nothing is compiled here.
     """
 
-    def __init__(self, fn: Epilogue, mainloop: Dense | None = None, *, config: GemmConfig | None = None):
+    def __init__(
+        self,
+        fn: Epilogue,
+        mainloop: Dense | None = None,
+        *,
+        config: GemmConfig | None = None,
+        save: Literal["auto", "recompute"] = "auto",
+    ):
         if not isinstance(fn, Epilogue):
             raise TraceError(f"Gemm takes a function declared with @gg.epilogue, not {type(fn).__name__}")
         self.epilogue = fn
         self.mainloop = mainloop or Dense()
         self.config = config
-        self._op: EpilogueOp = register(
-            {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}, config
-        )
+        graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
+        self._op = training.differentiable(graphs, config, save)
         graph = self._op.graph
         self._name, self._container = graph.name, graph.container
         self._parameters = graph.parameters
@@ -146,9 +153,16 @@ class Gemm:
         *,
         arch: str | None = None,
         out_dtype: torch.dtype | None = None,
+        backward: bool = False,
         **operands: Operand,
     ) -> str:
-        """What the epilogue is and, given tensors (meta ones do), which kernel would run here and why."""
+        """What the epilogue is and, given tensors (meta ones do), which kernel would run here and why.
+
+        Args:
+            backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run.
+        """
+        if backward:
+            return training.explain(self._op)
         if A is None or B is None:
             return aot.explain_graph(self._op)
         return aot.explain(self._op, A, B, self._named(operands), arch, out_dtype)

@@ -1,53 +1,49 @@
 """One torch op per epilogue: schema, CPU, CUDA and fake implementations, and autograd.
 
-An op is named `gemmgen::<epilogue>_<digest>`. A Scalar operand `s` is two arguments, `Tensor? s` and `float s_value`,
-so that a number and a tensor are both read at run time. `.out` writes into given tensors.
+An op is named `gemmgen::<epilogue>_<digest>`; its `.out` overload writes into given tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
+from torch.autograd.function import _SingleLevelFunction
 
 from gemmgen.bind import is_writable_layout
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward, OperandError
 from gemmgen.evaluate import TORCH_DTYPES, evaluate
-from gemmgen.ir.graph import Graph, Parameter
+from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes
+from gemmgen.operand_schema import OperandSchema
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_axes, result_dtype
-from gemmgen.runtime import Operands, Runner
+from gemmgen.runtime import Operands, PointwiseRunner, Runner
 
 NAMESPACE = "gemmgen"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_ops: dict[str, EpilogueOp] = {}
+_ops: dict[str, EpilogueOp | ElementwiseOp] = {}
 _lock = threading.Lock()
-_RESERVED = frozenset({"A", "B", "out_dtype", "self"})
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One tensor argument of the schema; `value_name` is the number beside it, for a Scalar."""
-
-    parameter: Parameter
-    name: str
-    value_name: str | None
+Differentiate = Callable[["EpilogueOp", tuple["Tensor | float | None", ...], "torch.dtype | None"], object]
 
 
 class EpilogueOp:
     """The registered op of one epilogue. Get it with `register`."""
 
-    def __init__(self, name: str, graphs: Mapping[DType, Graph], config: GemmConfig | None):
+    def __init__(
+        self, name: str, graphs: Mapping[DType, Graph], config: GemmConfig | None, differentiate: Differentiate | None
+    ):
         self.name = name
+        self._differentiate = differentiate
         self.graphs = graphs
         self.graph = graphs[DType.F32]
-        self.arguments = _arguments(self.graph)
+        self._operands = OperandSchema(self.graph.parameters, reserved={"A", "B", "out_dtype"})
         self.runner = Runner(self.graph_for, config)
         self._define()
         packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
@@ -59,29 +55,18 @@ class EpilogueOp:
     @property
     def schema(self) -> str:
         """The schema of the functional overload."""
-        results = ["Tensor"] * len(self.graph.results)
-        returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
-        return f"{self.name}({', '.join(self._schema_arguments())}, *, ScalarType? out_dtype=None) -> {returned}"
-
-    def _schema_arguments(self) -> list[str]:
-        texts = ["Tensor A", "Tensor B"]
-        for argument in self.arguments:
-            if argument.value_name is None:
-                texts.append(f"Tensor {argument.name}")
-            else:
-                texts += [f"Tensor? {argument.name}", f"float {argument.value_name}"]
-        return texts
+        arguments = ", ".join(["Tensor A", "Tensor B", *self._operands.texts])
+        return f"{self.name}({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(self.graph)}"
 
     def _define(self) -> None:
         outs = [f"Tensor({chr(97 + i)}!) out{i}" for i in range(len(self.graph.results))]
         _library.define(self.schema, tags=torch.Tag.pt2_compliant_tag)
-        _library.define(
-            f"{self.name}.out({', '.join(self._schema_arguments())}, *, {', '.join(outs)}) -> ()",
-            tags=torch.Tag.pt2_compliant_tag,
-        )
+        arguments = ", ".join(["Tensor A", "Tensor B", *self._operands.texts, "*", *outs])
+        _library.define(f"{self.name}.out({arguments}) -> ()", tags=torch.Tag.pt2_compliant_tag)
         _library.impl(self.name, self._cpu, "CPU")
         _library.impl(self.name, self._cuda, "CUDA")
         _library.impl(self.name, self._autograd, "Autograd")
+        _library.impl(f"{self.name}.out", self._autograd_out, "Autograd")
         _library.impl(f"{self.name}.out", self._cpu_out, "CPU")
         _library.impl(f"{self.name}.out", self._cuda_out, "CUDA")
         qualified = f"{NAMESPACE}::{self.name}"
@@ -90,39 +75,24 @@ class EpilogueOp:
 
     def flat_operands(self, operands: Operands) -> list[Tensor | float | None]:
         """The schema's arguments after A and B, from operands by name."""
-        flat: list[Tensor | float | None] = []
-        for argument in self.arguments:
-            value = operands[argument.parameter.name]
-            if argument.value_name is None:
-                flat.append(value)
-            elif isinstance(value, Tensor):
-                flat += [value, 0.0]
-            else:
-                flat += [None, float(value)]
-        return flat
+        return self._operands.flat(operands)
 
-    def _named(self, flat: Sequence[Tensor | float | None]) -> dict[str, Tensor | float]:
-        operands, position = {}, 0
-        for argument in self.arguments:
-            value = flat[position]
-            if argument.value_name is not None:
-                position += 1
-                value = flat[position] if value is None else value
-            position += 1
-            assert value is not None
-            operands[argument.parameter.name] = value
-        return operands
+    def named_operands(self, flat: Sequence[Tensor | float | None]) -> dict[str, Tensor | float]:
+        """Operands by name, from the schema's arguments after A and B."""
+        return self._operands.named(flat)
 
-    def _returned(self, results: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-        return results[0] if len(results) == 1 else tuple(results)
+    @property
+    def operand_positions(self) -> dict[str, int]:
+        """Where each operand's tensor stands among the schema's arguments after A and B."""
+        return self._operands.positions()
 
     # implementations
 
     def _cuda(self, A: Tensor, B: Tensor, *flat: Tensor | float | None, out_dtype: torch.dtype | None = None) -> object:
-        return self._returned(self.runner(A, B, self._named(flat), out_dtype))
+        return returned(self.runner(A, B, self._operands.named(flat), out_dtype))
 
     def _cpu(self, A: Tensor, B: Tensor, *flat: Tensor | float | None, out_dtype: torch.dtype | None = None) -> object:
-        return self._returned(self.cpu(A, B, self._named(flat), out_dtype))
+        return returned(self.cpu(A, B, self._operands.named(flat), out_dtype))
 
     def cpu(
         self, A: Tensor, B: Tensor, operands: Operands, out_dtype: torch.dtype | None
@@ -131,7 +101,7 @@ class EpilogueOp:
         a, dtypes = self._checked(A, B, operands, out_dtype)
         compute = torch.float64 if a is DType.F64 else torch.float32
         results = self._evaluated(A, B, operands, dtypes, compute)
-        return [_owned(result, A, B, operands) for result in results]
+        return [_owned(result, (A, B, *operands.values())) for result in results]
 
     def reference(self, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
         """The results in float64, unrounded."""
@@ -151,13 +121,13 @@ class EpilogueOp:
         return [values[result.name].reshape(extents.shape(result_axes(result))) for result in graph.results]
 
     def _fake(self, A: Tensor, B: Tensor, *flat: Tensor | float | None, out_dtype: torch.dtype | None = None) -> object:
-        _, dtypes = self._checked(A, B, self._named(flat), out_dtype)
+        _, dtypes = self._checked(A, B, self._operands.named(flat), out_dtype)
         extents = extents_of(self.graph.name, A, B)
         results = [
             A.new_empty(extents.shape(result_axes(result)), dtype=TORCH_DTYPES[dtype])
             for result, dtype in zip(self.graph.results, dtypes, strict=True)
         ]
-        return self._returned(results)
+        return returned(results)
 
     def _checked(
         self, A: Tensor, B: Tensor, operands: Operands, out_dtype: torch.dtype | None
@@ -171,17 +141,23 @@ class EpilogueOp:
         return a, [result_dtype(result, a, wanted) for result in graph.results]
 
     def _autograd(self, *args: Tensor | float | None, out_dtype: torch.dtype | None = None) -> object:
-        asked = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-        if torch.is_grad_enabled() and asked:
-            raise NoBackward(
-                f"`{self.graph.name}` has no backward yet, and an input requires a gradient\n"
-                "  Call it under torch.no_grad(), or detach the inputs."
-            )
+        if needs_gradient(args):
+            differentiate = self._differentiate or _first_derivative
+            return differentiate(self, args, out_dtype)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args, out_dtype=out_dtype)
 
+    def _autograd_out(self, *args: Tensor | float | None, **outs: Tensor) -> None:
+        if needs_gradient((*args, *outs.values())):
+            raise NoBackward(
+                f"`{self.graph.name}` with `out=` cannot be differentiated, and a tensor requires a gradient\n"
+                "  Leave `out` away, or call it under torch.no_grad()."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            self.out_overload(*args, **outs)
+
     def _cuda_out(self, A: Tensor, B: Tensor, *flat: Tensor | float | None, **outs: Tensor) -> None:
-        operands, given = self._named(flat), list(outs.values())
+        operands, given = self._operands.named(flat), list(outs.values())
         self._check_outs(A, B, operands, given)
         writable = all(
             is_writable_layout(out, result_axes(result)) and not _overlaps(out, (A, B, *operands.values()))
@@ -194,7 +170,7 @@ class EpilogueOp:
                 out.copy_(result)
 
     def _cpu_out(self, A: Tensor, B: Tensor, *flat: Tensor | float | None, **outs: Tensor) -> None:
-        operands, given = self._named(flat), list(outs.values())
+        operands, given = self._operands.named(flat), list(outs.values())
         self._check_outs(A, B, operands, given)
         results = self.cpu(A, B, operands, _tile_dtype(self.graph, given))
         for out, result in zip(given, results, strict=True):
@@ -213,10 +189,73 @@ class EpilogueOp:
                 )
 
 
-def register(graphs: Mapping[DType, Graph], config: GemmConfig | None = None) -> EpilogueOp:
+class ElementwiseOp:
+    """The registered op of an elementwise graph, such as a backward. Its results' dtypes are in the graph.
+
+    Its schema begins with `SymInt M, SymInt N, SymInt L, bool batched`, the extents of the tile.
+    """
+
+    def __init__(self, name: str, graph: Graph):
+        self.name = name
+        self.graph = graph
+        self._operands = OperandSchema(graph.parameters, reserved={"M", "N", "L", "batched"})
+        self._runner = PointwiseRunner(graph)
+        arguments = ", ".join(["SymInt M", "SymInt N", "SymInt L", "bool batched", *self._operands.texts])
+        _library.define(f"{name}({arguments}) -> {returned_text(graph)}", tags=torch.Tag.pt2_compliant_tag)
+        _library.impl(name, self._cpu, "CPU")
+        _library.impl(name, self._cuda, "CUDA")
+        _library.impl(name, self._autograd, "Autograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self._fake, lib=_library)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def __call__(self, extents: Extents, operands: Operands) -> list[Tensor]:
+        """The results in order, through the dispatcher."""
+        flat = self._operands.flat(operands)
+        results = self.overload(extents.M, extents.N, extents.L, extents.batched, *flat)
+        return [results] if isinstance(results, Tensor) else list(results)
+
+    @property
+    def _dtypes(self) -> list[DType]:
+        return [result.dtype or DType.F32 for result in self.graph.results]
+
+    def _cuda(self, M: int, N: int, L: int, batched: bool, *flat: Tensor | float | None) -> object:
+        operands, extents = self._operands.named(flat), Extents(M, N, 0, L, batched)
+        return returned(self._runner(extents, operands, self._dtypes, _device_of(flat)))
+
+    def _cpu(self, M: int, N: int, L: int, batched: bool, *flat: Tensor | float | None) -> object:
+        operands, extents = self._operands.named(flat), Extents(M, N, 0, L, batched)
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        compute = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        shaped = broadcastable(self.graph, operands, extents, compute, tensors[0].device)
+        shape = torch.empty((), dtype=compute, device=tensors[0].device).expand(L, M, N)
+        dtypes = {result.name: dtype for result, dtype in zip(self.graph.results, self._dtypes, strict=True)}
+        values = evaluate(self.graph, shape, shaped, dtypes, compute)
+        results = [values[result.name].reshape(extents.shape(result_axes(result))) for result in self.graph.results]
+        return returned([_owned(result, tensors) for result in results])
+
+    def _fake(self, M: int, N: int, L: int, batched: bool, *flat: Tensor | float | None) -> object:
+        extents, device = Extents(M, N, 0, L, batched), _device_of(flat)
+        return returned([
+            torch.empty(extents.shape(result_axes(result)), dtype=TORCH_DTYPES[dtype], device=device)
+            for result, dtype in zip(self.graph.results, self._dtypes, strict=True)
+        ])
+
+    def _autograd(self, *args: Tensor | float | None) -> object:
+        if needs_gradient(args):
+            return _recorded(self.graph.name, self.overload, args, {})
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
+
+
+def register(
+    graphs: Mapping[DType, Graph], config: GemmConfig | None = None, differentiate: Differentiate | None = None
+) -> EpilogueOp:
     """The op of an epilogue, registered with torch when it is first seen.
 
     An op with a fixed `config` is an op of its own, with the config's digest in its name.
+
+    Args:
+        differentiate: computes the results of a call that needs gradients; None refuses such a call.
     """
     graph = graphs[DType.F32]
     name = f"{graph.name}_{graph.digest}"
@@ -224,36 +263,75 @@ def register(graphs: Mapping[DType, Graph], config: GemmConfig | None = None) ->
         name += "_" + hashlib.blake2b(repr(config).encode(), digest_size=3).hexdigest()
     with _lock:
         if name not in _ops:
-            _ops[name] = EpilogueOp(name, graphs, config)
-        return _ops[name]
+            _ops[name] = EpilogueOp(name, graphs, config, differentiate)
+        op = _ops[name]
+    assert isinstance(op, EpilogueOp)
+    return op
 
 
-def _arguments(graph: Graph) -> tuple[Argument, ...]:
-    taken = set(_RESERVED)
-    arguments = []
-    for parameter in graph.parameters:
-        name = _free(parameter.name, taken)
-        value_name = _free(f"{name}_value", taken) if parameter.axes is Axes.SCALAR else None
-        arguments.append(Argument(parameter, name, value_name))
-    return tuple(arguments)
+def register_elementwise(graph: Graph) -> ElementwiseOp:
+    """The op of an elementwise graph, registered with torch when it is first seen."""
+    name = f"{graph.name}_{graph.digest}"
+    with _lock:
+        if name not in _ops:
+            _ops[name] = ElementwiseOp(name, graph)
+        op = _ops[name]
+    assert isinstance(op, ElementwiseOp)
+    return op
 
 
-# words of torch's schema language that cannot name an argument
-_SCHEMA_WORDS = frozenset({"int", "float", "bool", "str", "Tensor", "Scalar", "ScalarType", "None", "True", "False",
-                           "complex", "Device", "Layout", "MemoryFormat", "Generator", "Storage", "Stream",
-                           "from", "import", "in", "is", "and", "or", "not", "if", "else", "for", "while", "def",
-                           "return", "class", "lambda", "pass", "break", "continue", "global", "inf", "nan"})
+def returned(results: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """Results as an op returns them: one tensor, or a tuple."""
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def _free(wanted: str, taken: set[str]) -> str:
-    """`wanted` as an unused argument name; torch's schemas take ASCII names that are no keyword."""
-    name = wanted if wanted.isascii() else "operand_" + wanted.encode("unicode_escape").hex()
-    if name in _SCHEMA_WORDS or name.startswith("_"):
-        name = f"operand{'' if name.startswith('_') else '_'}{name}"
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
+def returned_text(graph: Graph) -> str:
+    """The return type in the schema."""
+    return "Tensor" if len(graph.results) == 1 else f"({', '.join(['Tensor'] * len(graph.results))})"
+
+
+def needs_gradient(args: Iterable[object]) -> bool:
+    """Whether autograd would have to record a call with these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def apply_at_one_level(function: type[_SingleLevelFunction], *args: Any) -> Any:
+    """Apply an autograd function from an implementation for the Autograd key.
+
+    `torch.func` transforms dispatch there once for each of their levels, so it is the function of a single level.
+    """
+    with enable_single_level_autograd_function():
+        return function.apply(*args)  # type: ignore[attr-defined]
+
+
+class _Recorded(_SingleLevelFunction):
+    """A call whose results autograd may carry along, but not differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, overload: Any, keywords: dict[str, Any], *args: Any) -> Any:
+        ctx.name = name
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **keywords)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        raise NoBackward(
+            f"`{ctx.name}` is part of a derived backward and has no derivative itself\n"
+            "  gemmgen computes first derivatives. For a second one use the torch ops that the epilogue stands for."
+        )
+
+
+def _recorded(name: str, overload: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
+    return apply_at_one_level(_Recorded, name, overload, keywords, *args)
+
+
+def _first_derivative(op: EpilogueOp, args: tuple[Any, ...], out_dtype: torch.dtype | None) -> object:
+    """The results of a GEMM inside a backward: autograd records that they have no derivative."""
+    return _recorded(op.graph.name, op.overload, args, {"out_dtype": out_dtype})
+
+
+def _device_of(args: Iterable[object]) -> torch.device:
+    return next(arg.device for arg in args if isinstance(arg, Tensor))
 
 
 def _accumulated(A: Tensor, B: Tensor, a: DType, compute: torch.dtype) -> Tensor:
@@ -283,10 +361,9 @@ def broadcastable(
     return shaped
 
 
-def _owned(result: Tensor, A: Tensor, B: Tensor, operands: Operands) -> Tensor:
+def _owned(result: Tensor, inputs: Sequence[object]) -> Tensor:
     """A contiguous result that shares no memory with an input, as torch asks of an op."""
-    inputs = [A, B, *(value for value in operands.values() if isinstance(value, Tensor))]
-    shares = any(result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in inputs if x.numel())
+    shares = _overlaps(result, inputs)
     return result.clone(memory_format=torch.contiguous_format) if shares else result.contiguous()
 
 
@@ -298,6 +375,6 @@ def _tile_dtype(graph: Graph, outs: Sequence[Tensor]) -> torch.dtype | None:
     return None
 
 
-def _overlaps(out: Tensor, inputs: Sequence[Tensor | float]) -> bool:
+def _overlaps(out: Tensor, inputs: Sequence[object]) -> bool:
     storage = out.untyped_storage().data_ptr()
     return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in inputs)
