@@ -21,6 +21,8 @@ Shape = tuple[int, int, int]
 _CP_ASYNC_BYTES = 4  # the least that cp.async moves
 _VECTOR_BYTES = 16  # the widest access of a thread
 _WARP = 32
+_LEAST_TILE = 64  # elements that CUTLASS's layouts in shared memory need of an operand without contiguous K
+_LEAST_WARP = 32
 
 _VISITORS = {
     Kind.SCALAR: "ScalarBroadcast",
@@ -220,8 +222,8 @@ def _reject_shape(config: GemmConfig, math_: _Math) -> str | None:
         return f"tile {tile} and warp {warp} must be powers of two"
     if warp[0] > tile[0] or warp[1] > tile[1] or warp[2] != tile[2]:
         return f"warps of {warp} do not divide the tile {tile}, or split its K"
-    if any(extent % step for extent, step in zip(warp, instruction, strict=True)):
-        return f"warp {warp} is not a multiple of the instruction {instruction}"
+    if min(tile[:2]) < _LEAST_TILE or min(warp[:2]) < _LEAST_WARP:
+        return f"tiles are {_LEAST_TILE} or more along M and N and warps {_LEAST_WARP}, not {tile} and {warp}"
     if tile[2] < 2 * instruction[2]:
         return f"tile K {tile[2]} is less than two instructions of {instruction[2]}"
     if _threads(config) > 1024:

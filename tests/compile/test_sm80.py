@@ -119,11 +119,15 @@ def test_a_tile_must_fit_shared_memory():
         pytest.param({"cluster_shape": (2, 1)}, "no clusters", id="cluster"),
         pytest.param({"tile_shape": (96, 128, 32)}, "powers of two", id="not-a-power-of-two"),
         pytest.param({"warp_shape": (64, 64, 16)}, "split its K", id="k-of-a-warp"),
-        pytest.param({"warp_shape": (64, 4, 32)}, "not a multiple of the instruction", id="warp-below-instruction"),
+        pytest.param({"warp_shape": (64, 16, 32)}, "and warps 32, not", id="small-warp"),
         pytest.param(
             {"tile_shape": (64, 64, 16), "warp_shape": (32, 32, 16)}, "less than two instructions", id="short-k"
         ),
-        pytest.param({"warp_shape": (16, 8, 32)}, "more than a CTA may have", id="too-many-threads"),
+        pytest.param(
+            {"tile_shape": (256, 256, 32), "warp_shape": (32, 32, 32)},
+            "more than a CTA may have",
+            id="too-many-threads",
+        ),
     ],
 )
 def test_an_illegal_config_is_refused_with_the_reason(change, reason):
