@@ -14,6 +14,7 @@ from gemmgen.templates import render
 
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
+MIN_STAGES = 2
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
 
 
@@ -217,12 +218,25 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
 def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     m, n, k = config.tile_shape
     stage_bytes = k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes)
-    stages = 2 if config.stages is None else config.stages
-    if stages < 2:
-        return f"stages = {stages}: the pipeline needs at least 2"
-    if stages * stage_bytes > arch.smem_bytes:
-        return f"{stages} stages take {stages * stage_bytes} B of shared memory, {arch.name} has {arch.smem_bytes} B"
+    stages = MIN_STAGES if config.stages is None else config.stages
+    if stages < MIN_STAGES:
+        return f"stages = {stages}: the pipeline needs at least {MIN_STAGES}"
+    need = stages * stage_bytes + _epilogue_bytes(signature, config)
+    if need > arch.smem_bytes:
+        return f"{stages} stages and the epilogue need about {need} B of shared memory; {arch.name} has {arch.smem_bytes}"
     return None
+
+
+def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
+    """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
+    schedule = SCHEDULES[config.kernel_schedule]
+    m, n = config.epilogue_tile or (schedule.epilogue_m, 32)
+    subtiles = config.tile_shape[0] * config.tile_shape[1] // (m * n)
+    loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
+    stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
+    rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
+    partials = sum(4 for value in signature.outputs if value.reduce and value.kind is Kind.ROW) * schedule.threads // 32
+    return m * n * (loaded + stored) + config.tile_shape[1] * (rows + partials)
 
 
 # Names in C++
