@@ -223,7 +223,7 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
         return f"stages = {stages}: the pipeline needs at least {MIN_STAGES}"
     need = stages * stage_bytes + _epilogue_bytes(signature, config)
     if need > arch.smem_bytes:
-        return f"{stages} stages and the epilogue need about {need} B of shared memory; {arch.name} has {arch.smem_bytes}"
+        return f"{stages} stages and the epilogue need about {need} B of shared memory, more than {arch.smem_bytes}"
     return None
 
 
