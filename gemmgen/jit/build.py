@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +115,7 @@ def build(sources: Sequence[KernelSource], *, on_error: Literal["raise"] = "rais
 def build(sources: Sequence[KernelSource], *, on_error: Literal["return"]) -> list[BuiltKernel | GemmgenError]: ...
 def build(
     sources: Sequence[KernelSource], *, on_error: Literal["raise", "return"] = "raise"
-) -> list[BuiltKernel] | list[BuiltKernel | GemmgenError]:
+) -> Sequence[BuiltKernel | GemmgenError]:
     """The kernels of `sources`, in their order, from the cache or built now.
 
     Skeletons that several sources share are compiled once. As many are compiled at a time as cores and memory
@@ -134,16 +134,13 @@ def build(
     found = {key: place.find(KERNELS, key) for key in unique}
     missing = {key: source for key, source in unique.items() if found[key] is None}
     built = _Build(place, stop_at_error=on_error == "raise").run(missing) if missing else {}
-    results = [built.get(kernel_key(s)) or _built(s, _present(found[kernel_key(s)])) for s in sources]
-    for result in results:
-        if isinstance(result, GemmgenError) and on_error == "raise":
-            raise result
+    results: list[BuiltKernel | GemmgenError] = []
+    for source in sources:
+        entry = found[kernel_key(source)] or built[kernel_key(source)]
+        if isinstance(entry, GemmgenError) and on_error == "raise":
+            raise entry
+        results.append(entry if isinstance(entry, GemmgenError) else _built(source, entry))
     return results
-
-
-def _present(entry: Entry | None) -> Entry:
-    assert entry is not None
-    return entry
 
 
 class _Build:
@@ -154,8 +151,8 @@ class _Build:
         self._stop_at_error = stop_at_error
         self._cancelled = threading.Event()
 
-    def run(self, missing: dict[str, KernelSource]) -> dict[str, BuiltKernel | GemmgenError]:
-        """Build every missing kernel; each result is the kernel or its error."""
+    def run(self, missing: dict[str, KernelSource]) -> dict[str, Entry | GemmgenError]:
+        """Build every missing kernel; each result is its entry or its error."""
         if refusal := self._refusal(missing):
             return refusal
         with Progress(len(missing)) as self._progress:
@@ -166,7 +163,7 @@ class _Build:
                 self._place.cache.sweep()
                 self._place.cache.evict()
 
-    def _refusal(self, missing: dict[str, KernelSource]) -> dict[str, BuiltKernel | GemmgenError]:
+    def _refusal(self, missing: dict[str, KernelSource]) -> dict[str, Entry | GemmgenError]:
         if not self._place.settings.compile_allowed:
             return {key: forbidden(self._place.cache, KERNELS, key, source.name) for key, source in missing.items()}
         try:
@@ -175,7 +172,7 @@ class _Build:
             return dict.fromkeys(missing, error)
         return {}
 
-    def _run(self, missing: dict[str, KernelSource]) -> dict[str, BuiltKernel | GemmgenError]:
+    def _run(self, missing: dict[str, KernelSource]) -> dict[str, Entry | GemmgenError]:
         workers = Workers(build_jobs(self._place.settings))
         skeletons: dict[str, Future[Entry]] = {}
         for source in missing.values():  # before any kernel: a worker that waits for a skeleton waits for one at work
@@ -187,15 +184,9 @@ class _Build:
             for key, source in missing.items()
         }
         workers.close()
-        return {key: self._outcome(kernels[key]) for key in missing}
-
-    def _outcome(self, future: Future[BuiltKernel]) -> BuiltKernel | GemmgenError:
-        try:
-            return future.result()
-        except GemmgenError as error:
-            if self._stop_at_error:
-                raise
-            return error
+        if self._stop_at_error:
+            _raise_first_error([*skeletons.values(), *kernels.values()])
+        return {key: _outcome(kernels[key]) for key in missing}
 
     def _skeleton(self, key: str, source: KernelSource) -> Entry:
         cache = self._place.cache
@@ -219,11 +210,10 @@ class _Build:
             facts = {"name": source.name, "arch": source.arch.name, "seconds": skeleton.seconds}
             return self._place.publish(SKELETONS, key, files, facts)
 
-    def _kernel(self, key: str, source: KernelSource, skeleton: Future[Entry]) -> BuiltKernel:
+    def _kernel(self, key: str, source: KernelSource, skeleton: Future[Entry]) -> Entry:
         part = skeleton.result()
         with self._progress.step(f"linking {source.name}", counts=True), self._lock(KERNELS, key):
-            entry = self._place.find(KERNELS, key) or self._link(key, source, part)
-        return _built(source, entry)
+            return self._place.find(KERNELS, key) or self._link(key, source, part)
 
     def _link(self, key: str, source: KernelSource, skeleton: Entry) -> Entry:
         cache = self._place.cache
@@ -251,6 +241,20 @@ class _Build:
 
     def _lock(self, kind: str, key: str) -> AbstractContextManager[None]:
         return self._place.cache.lock(kind, key, self._cancelled)
+
+
+def _raise_first_error(futures: list[Future[Entry]]) -> None:
+    """Wait until all are done, or raise the first error at once."""
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        if error := future.exception():
+            raise error
+
+
+def _outcome(future: Future[Entry]) -> Entry | GemmgenError:
+    try:
+        return future.result()
+    except GemmgenError as error:
+        return error
 
 
 def build_module(text: str, arch: Arch, *, name: str = "module") -> Path:

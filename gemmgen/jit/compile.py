@@ -35,7 +35,7 @@ _MENDS = (
     ("gcc: No such file", "Install g++, or set GEMMGEN_CXX."),
 )
 SERIALIZED_REASON = "ptxas serialises wgmma (C7510), which is many times slower: this config is refused"
-_ERROR_LINE = re.compile(r"(?:\b(?:fatal )?error\b.*:|^nvcc fatal|cannot find -l|\berror:|^Killed|undefined reference)")
+_ERROR_LINE = re.compile(r"\berror\b.*:|\bfatal\s*:|cannot find -l|^Killed|undefined reference")
 
 
 @dataclass(frozen=True)

@@ -389,12 +389,12 @@ def build_slowly(root: str, started, seconds: float) -> None:
 def test_processes_that_want_the_same_entry_build_it_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     started = context.Event()
-    processes = [context.Process(target=build_slowly, args=(str(tmp_path), started, 0.3)) for _ in range(3)]
+    processes = [context.Process(target=build_slowly, args=(str(tmp_path), started, 0.3)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert (tmp_path / "builds").read_text() == "built\n"
 
 
