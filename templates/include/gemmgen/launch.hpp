@@ -6,6 +6,7 @@
 #include <cutlass/cutlass.h>
 
 #include "gemmgen/abi.h"
+#include "gemmgen/encode.hpp"
 
 namespace gemmgen {
 
@@ -69,7 +70,9 @@ int run(CUfunction function, typename Kernel::Arguments const& arguments, dim3 c
   if (Kernel::initialize_workspace(arguments, workspace, stream, &adapter) != cutlass::Status::kSuccess) {
     return kCannotRun;
   }
+  encode_status = CUDA_SUCCESS;
   auto params = Kernel::to_underlying_arguments(arguments, workspace);
+  if (encode_status != CUDA_SUCCESS) { return static_cast<int>(encode_status); }
   dim3 grid = Kernel::get_grid_shape(params), block = Kernel::get_block_shape();
   CUlaunchAttribute attribute{};
   attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
