@@ -14,7 +14,7 @@ from gemmgen.arch import Arch
 from gemmgen.config import GemmConfig
 from gemmgen.errors import IllegalConfig
 from gemmgen.lower import sm80, sm90
-from gemmgen.problem import Extents
+from gemmgen.problem import FP8, Extents
 from gemmgen.signature import Kind, Signature
 
 CLOCK_GHZ = 1.7  # under load
@@ -30,16 +30,19 @@ REJECT: dict[str, Rejector] = {
 }
 
 
-def _sm90(m: int, n: int, schedule: str, cluster: tuple[int, int], epilogue: tuple[int, int] | None = None,
-          swizzle: int = 1, raster: str = "heuristic") -> GemmConfig:
-    return GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, swizzle=swizzle, raster=raster)
+def _sm90(
+    m: int, n: int, schedule: str, cluster: tuple[int, int], epilogue: tuple[int, int] | None = None
+) -> GemmConfig:
+    return GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster="N" if n > 128 else "heuristic")
 
 
 # tile k is given for 16-bit inputs; `_scaled_k` adapts it to the bytes of a K line
 SM90_CANDIDATES: tuple[GemmConfig, ...] = (
-    _sm90(128, 256, "cooperative", (2, 1), swizzle=8, raster="N"),
-    _sm90(256, 128, "cooperative", (2, 1), swizzle=8, raster="N"),
-    _sm90(256, 192, "cooperative", (1, 2), (128, 64), swizzle=8, raster="N"),
+    _sm90(128, 256, "cooperative", (2, 1)),
+    _sm90(256, 128, "cooperative", (2, 1)),
+    _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
+    _sm90(128, 192, "cooperative", (2, 1)),
+    _sm90(128, 128, "cooperative", (2, 1)),
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (1, 2)),
@@ -73,11 +76,52 @@ def ranked(signature: Signature, extents: Extents, arch: Arch, sm_count: int | N
     """
     for family in arch.families:
         legal = [c for c in candidates(signature, arch, family) if REJECT[family](signature, c, arch) is None]
-        if legal:
-            timed = [Ranked(c, estimate_us(signature, extents, c, sm_count or arch.sm_count)) for c in legal]
+        roomy = [c for c in legal if has_registers(signature, c)]
+        if signature.math == "simt":  # one chain of K sums is twice as inaccurate as cuBLAS's several
+            roomy = [c for c in legal if c.split_k > 1]
+        if roomy or legal:
+            swizzled = [_swizzled(extents, c) for c in roomy or legal]
+            timed = [Ranked(c, estimate_us(signature, extents, c, sm_count or arch.sm_count)) for c in swizzled]
             return sorted(timed, key=lambda choice: choice.time_us)
     reasons = [f"{family}: {reason}" for family in arch.families for reason in rejections(signature, arch, family)]
     raise IllegalConfig(f"no kernel of {arch.name} runs this problem\n  " + "\n  ".join(reasons))
+
+
+def has_registers(signature: Signature, config: GemmConfig) -> bool:
+    """Whether the accumulators leave a thread enough registers for this epilogue; else ptxas would spill.
+
+    A warpgroup's thread has 240 of them. The limits are what compiled without a spill.
+    """
+    if config.family != "sm90":
+        return True
+    threads = 256 if config.kernel_schedule.startswith("cooperative") else 128
+    accums = config.tile_shape[0] * config.tile_shape[1] // threads
+    if signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
+        accums *= 2  # partial sums are promoted into a second set
+    tiles = [value for value in (*signature.inputs, *signature.outputs) if value.kind is Kind.TILE]
+    reduces = any(output.reduce for output in signature.outputs)
+    vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
+    is_simple = len(tiles) <= 1 and not reduces and vectors <= 1
+    return accums <= (192 if is_simple else 128)
+
+
+def _swizzled(extents: Extents, config: GemmConfig) -> GemmConfig:
+    """`config` with the widest swizzle that pads the grid no further than the cluster does.
+
+    CUTLASS rounds the tiles of both axes up to the swizzle times the cluster, and empty tiles take their turn.
+    """
+    if config.family != "sm90":
+        return config
+    counts = [
+        _rounded(math.ceil(extent / tile), cluster)
+        for extent, tile, cluster in zip((extents.M, extents.N), config.tile_shape, config.cluster_shape, strict=False)
+    ]
+    fits = [
+        swizzle
+        for swizzle in (8, 4, 2, 1)
+        if all(n % (swizzle * c) == 0 for n, c in zip(counts, config.cluster_shape, strict=True))
+    ]
+    return replace(config, swizzle=(fits or [1])[0])
 
 
 def rejections(signature: Signature, arch: Arch, family: str) -> list[str]:
@@ -92,10 +136,10 @@ def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_c
     cm, cn = config.cluster_shape
     bytes_per_element = signature.a.dtype.bytes
     tiles_m, tiles_n = _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
-    tiles = tiles_m * tiles_n * extents.L
+    tiles = tiles_m * tiles_n * extents.L * config.split_k
     active = min(tiles, sm_count)
     waves = math.ceil(tiles / sm_count)
-    k = math.ceil(extents.K / tk) * tk
+    k = math.ceil(extents.K / tk / config.split_k) * tk
     macs = _rate(signature, config)
     compute = tm * tn * k / macs
     traffic = k * (tm / cn + tn / cm) * bytes_per_element
@@ -114,7 +158,7 @@ def _rounded(count: int, multiple: int) -> int:
 
 # share of the tensor cores' rate that a mainloop reaches
 _EFFICIENCY = {(256, 192): 0.93, (128, 256): 0.92, (256, 128): 0.92, (128, 192): 0.92, (128, 128): 0.86,
-               (64, 256): 0.80, (64, 128): 0.70, (64, 64): 0.55, (64, 32): 0.35}
+               (64, 256): 0.75, (64, 128): 0.70, (64, 64): 0.55, (64, 32): 0.35}
 
 
 def _rate(signature: Signature, config: GemmConfig) -> float:

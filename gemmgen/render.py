@@ -32,7 +32,7 @@ EXPRESSIONS: dict[Op, tuple[str, str]] = {
     Op.SIN: ("sinf({0})", "sinf({0})"),
     Op.COS: ("cosf({0})", "cosf({0})"),
     Op.RELU: ("gg::maximum({0}, 0.f)", "gg::maximum({0}, 0.f)"),
-    Op.SOFTPLUS: ("gg::softplus({0})", "gg::softplus({0})"),
+    Op.SOFTPLUS: ("gg::softplus({0})", "gg::softplus_approx({0})"),
     Op.ADD: ("{0} + {1}", "{0} + {1}"),
     Op.SUB: ("{0} - {1}", "{0} - {1}"),
     Op.MUL: ("{0} * {1}", "{0} * {1}"),

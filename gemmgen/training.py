@@ -19,7 +19,7 @@ from gemmgen.backward import ACCUM, BackwardPlan, plan_backward
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.evaluate import TORCH_DTYPES
-from gemmgen.ir.graph import Graph
+from gemmgen.ir.graph import Graph, Result
 from gemmgen.ir.node import Axes
 from gemmgen.ops import EpilogueOp, apply_at_one_level, register, register_elementwise
 from gemmgen.problem import EIGHT_BIT, Extents, extents_of
@@ -71,9 +71,15 @@ def _planned(op: EpilogueOp, args: Flat, out_dtype: torch.dtype | None, save: st
     if forward is plan.graph:
         forward_op = op
     else:
-        named = replace(forward, name=f"{op.graph.name}_train")
+        named = replace(forward, name=f"{op.graph.name}_train", results=_stored_as(forward, plan, matrix_dtype))
         forward_op = register({DType.F32: named, DType.I32: named}, op.runner.config)
     return Call(op, plan, forward_op, extents_of(op.graph.name, A, B), matrix_dtype)
+
+
+def _stored_as(forward: Graph, plan: BackwardPlan, matrix_dtype: DType) -> tuple[Result, ...]:
+    """The results of `forward`, whose saved tiles do not follow the caller's `out_dtype`."""
+    saved = {each.name for each in plan.saved}
+    return tuple(replace(r, dtype=r.dtype or matrix_dtype) if r.name in saved else r for r in forward.results)
 
 
 def _requires_grad(value: object) -> bool:

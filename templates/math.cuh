@@ -46,6 +46,15 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)
 __device__ __forceinline__ float sigmoid_approx(float x) { return reciprocal_approx(1.f + exp_approx(-x)); }
 // max(x, 0) + log1p(exp(-|x|)) neither overflows nor loses the small end; NaN passes through the first term
 __device__ __forceinline__ float softplus(float x) { return maximum(x, 0.f) + log1pf(expf(-fabsf(x))); }
+// log1p(t) for t in [0, 1]: the logarithm of the rounded 1 + t, and below 2^-8 two terms of the series
+__device__ __forceinline__ float log1p_approx(float t) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(1.f + t));
+  return t < 0.00390625f ? t * (1.f - 0.5f * t) : y * 0.6931471805599453f;
+}
+__device__ __forceinline__ float softplus_approx(float x) {
+  return maximum(x, 0.f) + log1p_approx(exp_approx(-fabsf(x)));
+}
 
 // Rounding inside an epilogue: to a narrower type, nearest even, and back.
 __device__ __forceinline__ float round_bf16(float x) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -113,15 +114,17 @@ class Node:
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
+_interning = threading.RLock()  # a collected node may be finalised inside
 
 
 def make(op: Op, *args: Node, attr: Attr = None, dtype: DType = DType.F32, axes: Axes = Axes.TILE) -> Node:
     """The interned node with these fields."""
     # repr keeps 0.0 from -0.0, and finds NaN again, which plain equality does neither of
     key = (op, args, repr(attr), dtype, axes)
-    node = _interned.get(key)
-    if node is None:
-        node = _interned[key] = Node(op, args, attr, dtype, axes)
+    with _interning:  # two threads must not get two nodes for one value
+        node = _interned.get(key)
+        if node is None:
+            node = _interned[key] = Node(op, args, attr, dtype, axes)
     return node
 
 
