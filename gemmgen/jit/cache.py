@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -57,14 +56,8 @@ def cache_root(current: Settings) -> Path:
     """The cache folder of these settings; it need not exist."""
     if current.cache_dir is not None:
         return current.cache_dir.absolute()
-    return _user_cache_root(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
-
-
-@functools.lru_cache(maxsize=4)
-def _user_cache_root(xdg: str | None, home: str | None) -> Path:
     import platformdirs
 
-    del xdg, home  # part of the memo's key only: platformdirs reads them
     return platformdirs.user_cache_path("gemmgen")
 
 

@@ -6,6 +6,7 @@ new as the compiler that made it. The nvJitLink that torch has loaded wins, so n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -13,7 +14,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,17 +76,16 @@ def toolchain() -> Toolchain:
         ToolchainError: one is missing, too old, or does not fit; the message names the mend.
     """
     current = settings()
-    return _toolchain(current, os.environ.get("PATH", ""))
-
-
-@functools.lru_cache(maxsize=8)
-def _toolchain(current: Settings, path: str) -> Toolchain:
-    del path  # part of the cache key only: `shutil.which` reads it
     nvcc = find_nvcc(current)
     version = nvcc_version(nvcc)
     if fault := version_fault(version, nvcc):
         raise ToolchainError(fault)
-    cutlass, host_compiler = find_cutlass(), find_host_compiler(current)
+    return _fitting(nvcc, version, find_host_compiler(current), find_cutlass())
+
+
+@functools.lru_cache(maxsize=8)
+def _fitting(nvcc: Path, version: Version, host_compiler: Path, cutlass: Cutlass) -> Toolchain:
+    """The toolchain of these parts, checked once."""
     layout = _toolkit_layout(nvcc, host_compiler)
     if fault := _headers_fault(layout, version) or wheels_fault(nvcc, version) or fit_fault(
         version, nvrtc_version(), nvjitlink_version()
@@ -376,19 +375,15 @@ def tool_versions(current: Settings) -> dict[str, str]:
 
     Loads no library, so that a lookup stays fast: NVRTC and nvJitLink are known by their wheels.
     """
-    return dict(_tool_versions(current.nvcc, current.cuda_home, os.environ.get("PATH", ""), sys.prefix))
-
-
-@functools.lru_cache(maxsize=8)
-def _tool_versions(nvcc: str | None, cuda_home: str | None, path: str, prefix: str) -> tuple[tuple[str, str], ...]:
-    del path, prefix  # part of the cache key only
-    versions = {
-        "nvrtc": distribution_version("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
-        "nvjitlink": distribution_version("nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
-    }
-    try:
-        versions["nvcc"] = version_text(nvcc_version(find_nvcc(Settings(nvcc=nvcc, cuda_home=cuda_home))))
+    versions = dict(_library_versions())
+    with contextlib.suppress(ToolchainError):  # absence is the answer; `toolchain` says why when asked to build
+        versions["nvcc"] = version_text(nvcc_version(find_nvcc(current)))
         versions["cutlass"] = find_cutlass().version
-    except ToolchainError:
-        pass  # nothing can be built here: the absence is the answer, and `toolchain` says why when asked to build
-    return tuple(sorted((name, version) for name, version in versions.items() if version))
+    return versions
+
+
+@functools.lru_cache(maxsize=1)
+def _library_versions() -> tuple[tuple[str, str], ...]:
+    wheels = {"nvrtc": "nvidia-cuda-nvrtc", "nvjitlink": "nvidia-nvjitlink"}
+    found = [(name, distribution_version(wheel, f"{wheel}-cu12")) for name, wheel in wheels.items()]
+    return tuple((name, version) for name, version in found if version)
