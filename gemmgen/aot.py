@@ -13,7 +13,7 @@ from gemmgen.errors import UnsupportedArch
 from gemmgen.ir.text import to_text
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.ops import EpilogueOp
-from gemmgen.runtime import Operands, bind_call
+from gemmgen.runtime import Operands, bind_call, build_first
 from gemmgen.source import KernelSource
 
 
@@ -43,11 +43,10 @@ def build(
 ) -> BuiltKernel:
     """Compile the fused kernel of a call with such tensors, and what finishes its reductions, into the cache."""
     binding, target = bind_call(op.graph_for, A, B, operands, out_dtype), arch_for(arch)
-    config = op.runner.config or _best(binding, target).config
-    (built,) = jit.build([pipeline.kernel_source(binding, config, target)])
+    ranked = [choice.config for choice in choose.ranked(binding.signature, binding.extents, target)]
+    _, built = build_first(binding, [op.runner.config] if op.runner.config else ranked, target)
     for text in _finish_texts(binding):
         jit.build_module(text, target)
-    assert isinstance(built, BuiltKernel)
     return built
 
 
@@ -63,7 +62,8 @@ def explain(
     target = arch_for(arch)
     binding = bind_call(op.graph_for, A, B, operands, out_dtype)
     extents = binding.extents
-    lines = [explain_graph(op), f"problem on {target.name}: (M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L})"]
+    mnkl = f"({extents.M}, {extents.N}, {extents.K}, {extents.L})"
+    lines = [explain_graph(op), f"problem on {target.name}: (M, N, K, L) = {mnkl}"]
     lines += [f"  {line}" for line in _readings(binding)]
     if binding.is_empty:
         return "\n".join([*lines, "nothing is launched: the result is empty"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gemmgen.arch import Arch
 from gemmgen.config import GemmConfig
 from gemmgen.errors import IllegalConfig
-from gemmgen.lower import sm80, sm90
+from gemmgen.lower import sm80, sm90, sm100
 from gemmgen.problem import FP8, Extents
 from gemmgen.signature import Kind, Signature
 
@@ -27,6 +27,7 @@ Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
 REJECT: dict[str, Rejector] = {
     "sm90": sm90.reject_reason,
     "sm80": sm80.reject_reason,
+    "sm100": sm100.reject_reason,
 }
 
 
@@ -98,10 +99,10 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     accums = config.tile_shape[0] * config.tile_shape[1] // threads
     if signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
         accums *= 2  # partial sums are promoted into a second set
-    tiles = [value for value in (*signature.inputs, *signature.outputs) if value.kind is Kind.TILE]
+    kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    is_simple = len(tiles) <= 1 and not reduces and vectors <= 1
+    is_simple = kinds.count(Kind.TILE) <= 1 and not reduces and vectors <= 1
     return accums <= (192 if is_simple else 128)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Union
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
 from gemmgen.problem import bind_names
 
-Operand = Union[Tensor, float]
-Result = Union[Tensor, tuple[Tensor, ...], dict[str, Tensor]]
+Operand = Tensor | float
+Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class Gemm:
@@ -141,7 +141,7 @@ class Gemm:
         out_dtype: torch.dtype | None = None,
         **operands: Operand,
     ) -> str:
-        """The CUDA that a call with such tensors would run: the skeleton, then the functor. Takes what `build` takes."""
+        """The CUDA that a call with such tensors would run: the skeleton, then the functor. Arguments as of `build`."""
         source = aot.source(self._op, A, B, self._named(operands), arch, out_dtype)
         return f"{source.skeleton}\n{source.functor}"
 

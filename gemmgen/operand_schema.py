@@ -15,9 +15,12 @@ from gemmgen.ir.node import Axes
 
 # names that Python allows and torch's schema language reads as something else
 _SCHEMA_WORDS = frozenset(
-    "int float bool str complex Tensor Scalar ScalarType Device Layout MemoryFormat Generator Storage Stream Dimname "
-    "QScheme AnyEnumType SymInt t None True False inf nan self from import in is and or not if else for while def "
-    "return class lambda pass break continue global".split()
+    (
+        "int", "float", "bool", "str", "complex", "Tensor", "Scalar", "ScalarType", "Device", "Layout", "MemoryFormat",
+        "Generator", "Storage", "Stream", "Dimname", "QScheme", "AnyEnumType", "SymInt", "t", "None", "True", "False",
+        "inf", "nan", "self", "from", "import", "in", "is", "and", "or", "not", "if", "else", "for", "while", "def",
+        "return", "class", "lambda", "pass", "break", "continue", "global",
+    )
 )
 
 

@@ -17,7 +17,7 @@ from gemmgen.dtypes import DType
 from gemmgen.errors import IllegalConfig
 from gemmgen.ir.graph import Graph
 from gemmgen.ir.verify import verified
-from gemmgen.lower import sm80, sm90
+from gemmgen.lower import sm80, sm90, sm100
 from gemmgen.pointwise import render_pointwise
 from gemmgen.render import render_functors
 from gemmgen.signature import Signature
@@ -28,6 +28,7 @@ from gemmgen.trace import trace
 RENDER_SKELETON: dict[str, Callable[[Signature, GemmConfig, Arch], str]] = {
     "sm90": sm90.render_skeleton,
     "sm80": sm80.render_skeleton,
+    "sm100": sm100.render_skeleton,
 }
 
 

@@ -7,10 +7,11 @@ copy of anything and never synchronises, so that a call can be captured into a C
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,11 +21,14 @@ from gemmgen.arch import Arch, arch_of_capability
 from gemmgen.bind import Binding, EpilogueBinding, MatrixReading, bind, bind_epilogue, result_shape
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import UnsupportedOp
+from gemmgen.errors import CompileError, UnsupportedOp
 from gemmgen.evaluate import TORCH_DTYPES, round_to
 from gemmgen.ir.graph import Graph
+from gemmgen.jit.build import BuiltKernel
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
 from gemmgen.signature import Kind, Output, Reduce
+
+logger = logging.getLogger(__name__)
 
 MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
 RASTER = {"heuristic": 0, "M": 1, "N": 2}
@@ -50,7 +54,6 @@ class Plan:
     Attributes:
         kernel: the fused kernel, or None where the pointwise `module` does all the work.
         module: the pointwise kernel; None beside a fused kernel and for an empty result.
-        estimates: the ranking that chose the config.
     """
 
     binding: EpilogueBinding
@@ -63,7 +66,6 @@ class Plan:
     shapes: tuple[tuple[int, ...], ...]
     torch_dtypes: tuple[torch.dtype, ...]
     grid: tuple[int, int, int] = (1, 1, 1)
-    estimates: tuple[choose.Ranked, ...] = field(default=(), repr=False)
 
 
 class Plans:
@@ -207,11 +209,10 @@ def _arch_of(device: torch.device) -> Arch:
 
 def _fused_plan(binding: Binding, device: torch.device, config: GemmConfig | None) -> Plan:
     arch, sm_count = _arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
-    estimates: tuple[choose.Ranked, ...] = ()
-    if config is None:
-        estimates = tuple(choose.ranked(binding.signature, binding.extents, arch, sm_count))
-        config = estimates[0].config
-    (built,) = jit.build([pipeline.kernel_source(binding, config, arch)])
+    configs = [config] if config is not None else [
+        choice.config for choice in choose.ranked(binding.signature, binding.extents, arch, sm_count)
+    ]
+    config, built = build_first(binding, configs, arch)
     kernel = jit.load_kernel(built)
     args = _filled(binding)
     for target, reading in ((args.a, binding.a), (args.b, binding.b)):
@@ -221,9 +222,26 @@ def _fused_plan(binding: Binding, device: torch.device, config: GemmConfig | Non
     counts = [kernel.partial_count(args, i) if output.reduce else 0 for i, output in enumerate(binding.outputs)]
     finishes = _finishes(binding, arch, counts, args)
     return Plan(
-        binding, config, kernel, None, args, kernel.workspace_bytes(args), finishes, *_results_of(binding),
-        estimates=estimates,
+        binding, config, kernel, None, args, kernel.workspace_bytes(args), finishes, *_results_of(binding)
     )
+
+
+def build_first(binding: Binding, configs: Sequence[GemmConfig], arch: Arch) -> tuple[GemmConfig, BuiltKernel]:
+    """The first config whose kernel builds. One that a compiler refuses, as it spills, gives way to the next.
+
+    Raises:
+        CompileError: no config builds; the error of the first.
+    """
+    refusals: list[CompileError] = []
+    for config in configs:
+        try:
+            (built,) = jit.build([pipeline.kernel_source(binding, config, arch)])
+        except CompileError as error:
+            refusals.append(error)
+            logger.warning("%s is refused for `%s`: %s", config.label, binding.graph.name, error)
+        else:
+            return config, built
+    raise refusals[0]
 
 
 def _pointwise_plan(binding: EpilogueBinding, arch: Arch) -> Plan:

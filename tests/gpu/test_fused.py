@@ -44,8 +44,13 @@ def operands_of(M: int, N: int, make=integers, dtype: torch.dtype = torch.float3
 
 def matrices(M: int, N: int, K: int, layout: str, dtype: torch.dtype, make=integers, lead: tuple[int, ...] = ()):
     """A and B; a letter of `layout` is "n" for row-major, "t" for column-major."""
-    A = make(*lead, M, K, dtype=dtype, device=CUDA) if layout[0] == "n" else make(*lead, K, M, dtype=dtype, device=CUDA).mT
-    B = make(*lead, K, N, dtype=dtype, device=CUDA) if layout[1] == "n" else make(*lead, N, K, dtype=dtype, device=CUDA).mT
+
+    def one(rows: int, columns: int, order: str) -> Tensor:
+        if order == "n":
+            return make(*lead, rows, columns, dtype=dtype, device=CUDA)
+        return make(*lead, columns, rows, dtype=dtype, device=CUDA).mT
+
+    A, B = one(M, K, layout[0]), one(K, N, layout[1])
     return A, B
 
 

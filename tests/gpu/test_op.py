@@ -127,7 +127,7 @@ def test_cuda_graph_replays_with_new_inputs(call):
 
 
 def test_compiled_with_dynamic_m_does_not_recompile(call):
-    op, _, B, operands = call
+    op, _, B, _ = call
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
 
