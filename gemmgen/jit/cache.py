@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 import threading
@@ -197,7 +196,7 @@ class Cache:
 
     def remove(self, path: Path) -> bool:
         """Take one entry out of the folder at once, then delete it; False when it cannot be."""
-        dead = self.root / "tmp" / f"dead-{secrets.token_hex(8)}"
+        dead = self.root / "tmp" / f"dead-{os.urandom(8).hex()}"
         try:
             _make_folder(dead.parent)
             os.rename(path, dead)
@@ -291,7 +290,7 @@ def _publish(
     facts: Mapping[str, Any],
 ) -> Entry:
     target = root / kind / key / tools_id(tools)
-    temporary = root / "tmp" / f"{kind}-{key}-{secrets.token_hex(8)}"
+    temporary = root / "tmp" / f"{kind}-{key}-{os.urandom(8).hex()}"
     _make_folder(temporary)
     try:
         _write_entry(temporary, key, tools, files, facts)
@@ -329,7 +328,7 @@ def _replace(temporary: Path, target: Path, key: str, root: Path) -> None:
     if target.exists():
         if not isinstance(read_entry(target, key), str):
             return
-        os.rename(target, root / "tmp" / f"dead-{secrets.token_hex(8)}")
+        os.rename(target, root / "tmp" / f"dead-{os.urandom(8).hex()}")
     try:
         os.rename(temporary, target)
     except OSError as error:

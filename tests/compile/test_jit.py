@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gemmgen.arch import ARCHS, arch_named
-from gemmgen.errors import CompileError
-from gemmgen.jit import build, build_module, find
+from gemmgen.errors import CompileError, LaunchError
+from gemmgen.jit import Args, build, build_module, find, load_kernel, load_module
 from gemmgen.jit.cache import SKELETONS, Cache
 from gemmgen.jit.compile import compile_cubin, compile_functor, compile_skeleton
 from gemmgen.jit.link import link
@@ -159,3 +159,33 @@ def test_a_program_that_ends_during_a_background_build_ends_at_once(cache, tmp_p
     result = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, timeout=120)
     assert time.time() - float(result.stdout) < 5
     assert not (tmp_path / "cache é/failed").exists()
+
+
+@pytest.mark.gpu(sm=90)
+def test_a_built_kernel_and_a_module_run_on_the_gpu(cache):
+    import ctypes
+
+    import torch
+
+    (built,) = build([KernelSource("add_row", SM90, SKELETON, FUNCTOR)])
+    A = torch.randint(-9, 9, (3, 200), device="cuda").float()
+    row, D = torch.arange(200, device="cuda").float(), torch.full((3, 200), -1.0, device="cuda")
+    kernel, stream = load_kernel(built), torch.cuda.current_stream().cuda_stream
+    args = Args(m=3, n=200, k=1, l=1)
+    args.a.ptr, args.a.ld = A.data_ptr(), 200
+    args.inputs[0].ptr, args.outputs[0].ptr, args.outputs[0].row_stride = row.data_ptr(), D.data_ptr(), 200
+
+    kernel.run(args, 0, stream)
+    assert torch.equal(D, A * 2 + row)
+    assert (kernel.smem_bytes, kernel.workspace_bytes(args)) == (64 * 1024, 3)
+    args.k = 2
+    with pytest.raises(LaunchError, match="it cannot run these arguments"):
+        kernel.run(args, 0, stream)
+
+    text = 'extern "C" __global__ void fill(float* x, float y, int n) { if (threadIdx.x < n) x[threadIdx.x] = y; }'
+    module = load_module(build_module(text, SM90))
+    arguments = [ctypes.c_void_p(D.data_ptr()), ctypes.c_float(7.0), ctypes.c_int(200)]
+    module.launch("fill", (1, 1, 1), (256, 1, 1), arguments, stream)
+    assert D[0].eq(7).all()
+    with pytest.raises(LaunchError, match="INVALID_VALUE"):
+        module.launch("fill", (0, 1, 1), (256, 1, 1), arguments, stream)
