@@ -143,8 +143,17 @@ def _reject_mainloop(signature: Signature, config: GemmConfig, arch: Arch) -> st
         return f"no WGMMA takes {a.text} inputs"
     if signature.accum is not (DType.I32 if a is DType.I8 else DType.F32):
         return f"{a.text} inputs do not accumulate in {signature.accum.text}"
-    if a not in FLOATS_16_BIT and not (signature.a.k_major and signature.b.k_major):
-        return f"WGMMA takes {a.text} A and B with K contiguous only"
+    return _reject_layout(signature)
+
+
+def _reject_layout(signature: Signature) -> str | None:
+    a, b = signature.a, signature.b
+    if a.dtype in FLOATS_16_BIT or (a.k_major and b.k_major):
+        return None
+    if a.dtype is not DType.F32:
+        return f"WGMMA takes {a.dtype.text} A and B with K contiguous only"
+    if a.k_major:  # CUTLASS would exchange A and B, and with them the rows and columns of the epilogue
+        return "the tf32 mainloop does not take B with N contiguous beside A with K contiguous"
     return None
 
 
@@ -293,7 +302,8 @@ def stage_count(config: GemmConfig) -> str:
 
 def _mainloop_header(signature: Signature) -> str:
     fp8 = "_fp8" if signature.a.dtype in FP8 else ""
-    return f"cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized{fp8}.hpp"
+    operands = "rs" if signature.a.dtype is DType.F32 and not signature.a.k_major else "ss"  # A in registers or shared
+    return f"cutlass/gemm/collective/sm90_mma_tma_gmma_{operands}_warpspecialized{fp8}.hpp"
 
 
 def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str) -> dict[str, object]:

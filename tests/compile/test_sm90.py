@@ -88,7 +88,7 @@ REFUSED = [
     pytest.param(signature(DType.BF16, DType.F16), COOPERATIVE, "bf16 by f16", id="mixed"),
     pytest.param(replace(signature(), math="simt"), COOPERATIVE, "tensor-core", id="simt"),
     pytest.param(signature(DType.I8, k_major=(True, False)), COOPERATIVE, "K contiguous", id="int8-layout"),
-    pytest.param(signature(DType.F32, k_major=(False, True)), COOPERATIVE, "K contiguous", id="tf32-layout"),
+    pytest.param(signature(DType.F32, k_major=(True, False)), COOPERATIVE, "N contiguous", id="tf32-layout"),
     pytest.param(replace(signature(), b=Matrix(DType.BF16, True, 4)), COOPERATIVE, "B is aligned to 8", id="alignment"),
     pytest.param(replace(signature(), tile_alignment=4), COOPERATIVE, "aligned to 4 elements", id="tile-alignment"),
     pytest.param(signature(inputs=(Input(Kind.ROW, DType.F64),)), COOPERATIVE, "f64", id="f64"),
