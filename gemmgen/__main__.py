@@ -1,16 +1,23 @@
-"""The command line: `gemmgen doctor`, `gemmgen cache ls | clear | verify`."""
+"""The command line: `gemmgen build`, `explain`, `bench`, `doctor`, `cache ls | clear | verify`."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gemmgen.errors import GemmgenError
 
 if TYPE_CHECKING:
+    from gemmgen.cli_problem import Problem
+    from gemmgen.gemm import Gemm
+    from gemmgen.jit.build import BuiltKernel
     from gemmgen.jit.cache import Cache
 
 
@@ -106,7 +113,76 @@ def cache_verify() -> None:
         sys.exit(1)
 
 
-# `build`, `explain` and `bench` go here
+_PROBLEM_OPTIONS = (
+    click.argument("target", metavar="FILE.py:NAME"),
+    click.option("--arch", help="Such as sm90a; by default the GPU's."),
+    click.option("--shape", "shapes", multiple=True, metavar="M,N,K[,L]", help="May be given several times."),
+    click.option("--dtype", default="bf16", show_default=True, help="Of A and B: f32, f16, bf16, e4m3, e5m2, i8."),
+    click.option("--layout", type=click.Choice(["nn", "nt", "tn", "tt"]), default="nt", show_default=True,
+                 help="n: rows contiguous, t: columns contiguous. A first; nt is x @ weight.t()."),
+    click.option("--operand", "operands", multiple=True, metavar="NAME=DTYPE", help="Else A's dtype, f32 at 8 bits."),
+    click.option("--out-dtype", help="Of results that the function does not cast itself."),
+)  # fmt: skip
+
+
+def _takes_a_problem(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_PROBLEM_OPTIONS):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_takes_a_problem
+def build(target: str, arch: str | None, shapes: tuple[str, ...], **options: Any) -> None:
+    """Compile kernels into the cache, ahead of time; needs no GPU. `library:NAME` is a ready-made epilogue.
+
+    Without --shape: the kernel of 4096,4096,4096.
+    """
+    for op, problem in _problems(target, shapes or ("4096,4096,4096",), options):
+        built = op.build(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands)
+        click.echo(_built_text(built))
+
+
+@main.command()
+@_takes_a_problem
+@click.option("--backward", is_flag=True, help="The plan of the backward instead.")
+def explain(target: str, arch: str | None, shapes: tuple[str, ...], backward: bool, **options: Any) -> None:
+    """Say what an epilogue is and, for each --shape, which kernel runs and why."""
+    from gemmgen.cli_problem import gemm_named
+
+    if backward or not shapes:
+        click.echo(gemm_named(target).explain(backward=backward))
+        return
+    for op, problem in _problems(target, shapes, options):
+        click.echo(op.explain(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands))
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """The same as `python -m bench`: gemmgen beside every other way to compute the same. In a checkout only."""
+    checkout = Path(__file__).resolve().parents[1]
+    spec = importlib.util.find_spec("bench")
+    if spec is None or Path(spec.origin or "").parent.parent != checkout:
+        raise click.ClickException("the wheel has no benchmarks\n  Clone the repository and run `make bench` there.")
+    importlib.import_module("bench.__main__").main(list(arguments), prog_name="gemmgen bench")
+
+
+def _problems(target: str, shapes: tuple[str, ...], options: dict[str, Any]) -> Iterator[tuple[Gemm, Problem]]:
+    from gemmgen.cli_problem import gemm_named, parsed_operands, parsed_shape, problem
+
+    op, operand_dtypes = gemm_named(target), parsed_operands(options.pop("operands"))
+    for extents in [parsed_shape(shape) for shape in shapes]:
+        yield op, problem(op, extents, operand_dtypes=operand_dtypes, **options)
+
+
+def _built_text(built: BuiltKernel) -> str:
+    seconds = built.skeleton_seconds + built.link_seconds
+    size_kb = built.cubin.stat().st_size / 1e3
+    return (
+        f"{built.name} for {built.arch}: {size_kb:.0f} KB, {built.registers} registers, "
+        f"{built.stack_bytes} B of stack, compiled in {seconds:.1f} s\n  {built.cubin}"
+    )
 
 
 def _cache() -> Cache:
