@@ -34,7 +34,8 @@ REJECT: dict[str, Rejector] = {
 def _sm90(
     m: int, n: int, schedule: str, cluster: tuple[int, int], epilogue: tuple[int, int] | None = None
 ) -> GemmConfig:
-    return GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster="N" if n > 128 else "heuristic")
+    raster = "N" if cluster[0] > 1 else "M" if cluster[1] > 1 else "heuristic"  # neighbours in time share an operand
+    return GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster=raster)
 
 
 # tile k is given for 16-bit inputs; `_scaled_k` adapts it to the bytes of a K line
@@ -43,7 +44,7 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(256, 128, "cooperative", (2, 1)),
     _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
     _sm90(128, 192, "cooperative", (2, 1)),
-    _sm90(128, 128, "cooperative", (2, 1)),
+    _sm90(128, 128, "cooperative", (1, 2)),
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (1, 2)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from gemmgen.arch import Arch
-from gemmgen.errors import CacheError, CompileForbidden, GemmgenError, ToolchainError
+from gemmgen.errors import CacheError, CompileError, CompileForbidden, GemmgenError, ToolchainError
 from gemmgen.jit.cache import KERNELS, MODULES, SKELETONS, Cache, Entry, cache_root
 from gemmgen.jit.compile import compile_cubin, compile_functor, compile_skeleton
 from gemmgen.jit.identity import kernel_key, module_key, skeleton_key
@@ -87,7 +87,7 @@ def _place() -> _Place:
 def find(source: KernelSource) -> BuiltKernel | None:
     """The kernel of `source` if it is in the cache, in about a millisecond; compiles nothing."""
     entry = _place().find(KERNELS, kernel_key(source))
-    return _built(source, entry) if entry else None
+    return _built(source, entry) if entry and not _refusal_in(entry) else None
 
 
 def _built(source: KernelSource, entry: Entry) -> BuiltKernel:
@@ -137,10 +137,18 @@ def build(
     results: list[BuiltKernel | GemmgenError] = []
     for source in sources:
         entry = found[kernel_key(source)] or built[kernel_key(source)]
+        if isinstance(entry, Entry):
+            entry = _refusal_in(entry) or entry
         if isinstance(entry, GemmgenError) and on_error == "raise":
             raise entry
         results.append(entry if isinstance(entry, GemmgenError) else _built(source, entry))
     return results
+
+
+def _refusal_in(entry: Entry) -> CompileError | None:
+    """The error of a kernel that was built before and found unfit; compiling it again would end the same way."""
+    refusal = entry.facts.get("refused")
+    return CompileError(refusal) if refusal else None
 
 
 class _Build:
@@ -222,10 +230,15 @@ class _Build:
             ltoir = skeleton.file("skeleton.ltoir").read_bytes()
         except OSError as error:
             raise CacheError(f"the skeleton of `{source.name}` was removed while it was in use; try again") from error
-        linked = link({"skeleton": ltoir, "functor": functor}, source.arch, name=source.name)
-        facts = {
-            "name": source.name,
-            "arch": source.arch.name,
+        facts: dict[str, object] = {"name": source.name, "arch": source.arch.name}
+        try:
+            linked = link({"skeleton": ltoir, "functor": functor}, source.arch, name=source.name)
+        except CompileError as error:
+            self._place.publish(
+                KERNELS, key, {"functor.cu": source.functor.encode()}, facts | {"refused": str(error)}
+            )
+            raise
+        facts |= {
             "function": linked.kernel,
             "registers": linked.registers,
             "stack_bytes": linked.stack_bytes,

@@ -110,6 +110,16 @@ def test_spills_are_refused_unless_allowed(skeleton):
     assert link(parts, SM90, allow_spills=True).spill_bytes > 0
 
 
+def test_a_kernel_that_spilled_is_refused_again_without_being_built(cache, monkeypatch):
+    source = KernelSource("spilling", SM90, SKELETON, SPILLING)
+    with pytest.raises(CompileError, match="spills"):
+        build([source])
+    monkeypatch.setattr(sys.modules["gemmgen.jit.build"], "link", None)
+    with pytest.raises(CompileError, match="spills"):
+        build([source])
+    assert find(source) is None
+
+
 def test_two_kernels_in_a_cubin_are_refused(skeleton):
     second = FUNCTOR + 'extern "C" __global__ void second(float* x) { x[0] = 1.f; }'
     with pytest.raises(CompileError, match="holds 2"):
