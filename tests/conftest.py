@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,13 @@ from hypothesis import settings
 
 settings.register_profile("gemmgen", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gemmgen")
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
 
 
 def _capability() -> int | None:
@@ -37,3 +46,17 @@ def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests never read or fill the user's own cache, unless a cache is named."""
     if "GEMMGEN_CACHE_DIR" not in os.environ:
         os.environ["GEMMGEN_CACHE_DIR"] = str(tmp_path_factory.getbasetemp().parent / "gemmgen-cache")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares `text` with the file of that name, or rewrites it under `--update-golden`."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.is_file(), f"{path} is missing: run `make golden`"
+        assert text == path.read_text(), f"{path.name} differs: look at the change, then run `make golden`"
+
+    return check
