@@ -204,9 +204,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
         return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
     if k % k_step or k <= 0:
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
-    copies = 2 if signature.a.dtype in FP8 and not schedule.is_fast_accum else 1  # exact sums beside the tensor core's
-    if copies * m * n > MAX_ACCUM_REGISTERS * schedule.threads:
-        return f"{copies} x {m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
+    if _accum_registers(signature, config) > MAX_ACCUM_REGISTERS:
+        return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
     if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
         return f"cluster_shape {config.cluster_shape}: powers of two, at most {MAX_CLUSTER_SIZE} CTAs"
     return None
@@ -221,7 +220,17 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
         return f"epilogue_tile m = {m}: the warpgroups of {config.kernel_schedule} share {wanted_m} rows"
     if n % 16 or config.tile_shape[1] % n:
         return f"epilogue_tile n = {n} is no multiple of 16 that divides the tile's {config.tile_shape[1]}"
+    is_heavy = sum(_is_tile(value) for value in _operands(signature)) > 1 or any(o.reduce for o in signature.outputs)
+    if is_heavy and n > 32 and _accum_registers(signature, config) >= MAX_ACCUM_REGISTERS:
+        return f"epilogue_tile n = {n}: this epilogue would spill registers above 32 columns"
     return None
+
+
+def _accum_registers(signature: Signature, config: GemmConfig) -> int:
+    """Accumulators of one thread; fp8 keeps exact sums beside the tensor core's own."""
+    schedule = SCHEDULES[config.kernel_schedule]
+    copies = 2 if signature.a.dtype in FP8 and not schedule.is_fast_accum else 1
+    return copies * config.tile_shape[0] * config.tile_shape[1] // schedule.threads
 
 
 def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:

@@ -102,11 +102,17 @@ REFUSED = [
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 128, 24)), "multiples of 16", id="tile-k"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 256, 64)), "registers", id="registers"),
     pytest.param(
-        signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), "2 x 128x256", id="fp8-registers"
+        signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), "registers", id="fp8-registers"
     ),
     pytest.param(signature(), replace(COOPERATIVE, cluster_shape=(3, 1)), "powers of two", id="cluster"),
     pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(64, 32)), "share 128 rows", id="subtile-m"),
     pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(128, 96)), "divides", id="subtile-n"),
+    pytest.param(
+        signature(inputs=(TILE,)),
+        replace(COOPERATIVE, tile_shape=(256, 192, 64), epilogue_tile=(128, 64)),
+        "would spill",
+        id="subtile-registers",
+    ),
     pytest.param(signature(), replace(COOPERATIVE, stages=8), "shared memory", id="stages"),
 ]
 
