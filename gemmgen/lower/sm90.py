@@ -15,6 +15,7 @@ from gemmgen.templates import render
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
+EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
 
 
@@ -68,7 +69,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     return render(
         "sm90.cu.jinja",
         **collective_values(signature, config),
-        headers=(_mainloop_header(signature), schedule.kernel_header),
+        headers=(_mainloop_header(signature, schedule), schedule.kernel_header),
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
@@ -198,12 +199,14 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
     m, n, k = config.tile_shape
     cluster_m, cluster_n = config.cluster_shape
     k_step = 32 // signature.a.dtype.bytes  # of one WGMMA
-    if m % schedule.epilogue_m or m > 256:
+    if m % schedule.epilogue_m or not 0 < m <= 256:
         return f"tile_shape m = {m}: {config.kernel_schedule} takes multiples of {schedule.epilogue_m} up to 256"
     if n % 16 or not 16 <= n <= 256:
         return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
     if k % k_step or k <= 0:
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
+    if signature.a.dtype in FP8 and EXACT_SUM_EVERY_K % k:
+        return f"tile_shape k = {k}: fp8 adds to its exact sums every {EXACT_SUM_EVERY_K}, which a tile must divide"
     if _accum_registers(signature, config) > MAX_ACCUM_REGISTERS:
         return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
     if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
@@ -309,8 +312,8 @@ def stage_count(config: GemmConfig) -> str:
     return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
 
 
-def _mainloop_header(signature: Signature) -> str:
-    fp8 = "_fp8" if signature.a.dtype in FP8 else ""
+def _mainloop_header(signature: Signature, schedule: Schedule) -> str:
+    fp8 = "_fp8" if signature.a.dtype in FP8 and not schedule.is_fast_accum else ""
     operands = "rs" if signature.a.dtype is DType.F32 and not signature.a.k_major else "ss"  # A in registers or shared
     return f"cutlass/gemm/collective/sm90_mma_tma_gmma_{operands}_warpspecialized{fp8}.hpp"
 
