@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench test golden clean
+.PHONY: bench test golden readme clean
 
 bench: $(VENV)/installed
 	$(BIN)/python -m bench $(ARGS)
@@ -15,6 +15,9 @@ test: $(VENV)/installed
 
 golden: $(VENV)/installed
 	$(BIN)/python -m pytest tests/unit/test_golden.py --update-golden
+
+readme: $(VENV)/installed
+	$(BIN)/python -m bench.readme
 
 # with a torch already importable the environment sees it, and pip leaves it alone
 $(VENV)/installed: pyproject.toml Makefile
