@@ -62,7 +62,10 @@ def assert_agree(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
-@given(st.lists(epilogues(casts=False), min_size=AT_ONCE, max_size=AT_ONCE), st.sampled_from([(96, 72, 40), (51, 45, 19)]))
+@given(
+    st.lists(epilogues(casts=False), min_size=AT_ONCE, max_size=AT_ONCE),
+    st.sampled_from([(96, 72, 40), (51, 45, 19)]),
+)
 def test_random_epilogues_agree_on_every_path(graphs, shape):
     ops = [differentiable({DType.F32: g, DType.I32: g}) for g in map(with_every_operand, graphs)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
