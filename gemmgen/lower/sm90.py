@@ -15,6 +15,7 @@ from gemmgen.templates import render
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
+MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
 
@@ -207,7 +208,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
     if signature.a.dtype in FP8 and EXACT_SUM_EVERY_K % k:
         return f"tile_shape k = {k}: fp8 adds to its exact sums every {EXACT_SUM_EVERY_K}, which a tile must divide"
-    if _accum_registers(signature, config) > MAX_ACCUM_REGISTERS:
+    limit = MAX_TRANSPOSED_TF32_REGISTERS if _transposes_b(signature) else MAX_ACCUM_REGISTERS
+    if _accum_registers(signature, config) > limit:
         return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
     if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
         return f"cluster_shape {config.cluster_shape}: powers of two, at most {MAX_CLUSTER_SIZE} CTAs"
@@ -227,6 +229,10 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
     if is_heavy and n > 32 and _accum_registers(signature, config) >= MAX_ACCUM_REGISTERS:
         return f"epilogue_tile n = {n}: this epilogue would spill registers above 32 columns"
     return None
+
+
+def _transposes_b(signature: Signature) -> bool:
+    return signature.a.dtype is DType.F32 and not signature.a.k_major and not signature.b.k_major
 
 
 def _accum_registers(signature: Signature, config: GemmConfig) -> int:

@@ -104,6 +104,12 @@ REFUSED = [
     pytest.param(
         signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), "registers", id="fp8-registers"
     ),
+    pytest.param(
+        signature(DType.F32, k_major=(False, False)),
+        replace(COOPERATIVE, tile_shape=(128, 128, 32)),
+        "registers",
+        id="tf32-transposed-registers",
+    ),
     pytest.param(signature(), replace(COOPERATIVE, cluster_shape=(3, 1)), "powers of two", id="cluster"),
     pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(64, 32)), "share 128 rows", id="subtile-m"),
     pytest.param(signature(), replace(COOPERATIVE, epilogue_tile=(128, 96)), "divides", id="subtile-n"),
