@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from gemmgen.dtypes import DType, dtype_of
@@ -19,6 +20,11 @@ from gemmgen.ir.node import Axes
 MATRIX_DTYPES = (DType.F64, DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8)
 EIGHT_BIT = (DType.E4M3, DType.E5M2, DType.I8)
 FP8 = (DType.E4M3, DType.E5M2)
+# of results; float64 ones come of float64 matrices
+RESULT_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32,
+)  # fmt: skip
+KIND_NAMES = {Axes.ROW: "gg.Row", Axes.COL: "gg.Col", Axes.TILE: "gg.Tile", Axes.SCALAR: "gg.Scalar"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def check_matrices(name: str, A: Tensor, B: Tensor) -> tuple[DType, DType]:
         OperandError: they cannot be multiplied with each other.
         UnsupportedOp: gemmgen has no mainloop for the type.
     """
-    a, b = dtype_of(A.dtype), dtype_of(B.dtype)
+    a, b = _dtype(f"`{name}`: A", A), _dtype(f"`{name}`: B", B)
     for letter, dtype in (("A", a), ("B", b)):
         if dtype not in MATRIX_DTYPES:
             raise UnsupportedOp(
@@ -87,9 +93,78 @@ def check_matrices(name: str, A: Tensor, B: Tensor) -> tuple[DType, DType]:
             f"`{name}`: A is {A.dtype} and B is {B.dtype}\n"
             "  They must have one dtype (the two fp8 types may be mixed). Cast one of them."
         )
-    if A.device != B.device:
-        raise OperandError(f"`{name}`: A is on {A.device} and B on {B.device}\n  Move them to one device.")
+    _check_device(f"`{name}`: B", B, A)
     return a, b
+
+
+def check_types(
+    name: str, parameters: Sequence[Parameter], A: object, B: object, operands: Mapping[str, object]
+) -> None:
+    """Refuses what is neither a dense tensor on A's device nor, for a Scalar, a number.
+
+    Torch would choose an implementation by such arguments before any other check could see them.
+
+    Raises:
+        OperandError: says what was given and what was expected.
+    """
+    check_tensor(f"`{name}`: A", A, A)
+    check_tensor(f"`{name}`: B", B, A)
+    for parameter in parameters:
+        value, operand = operands[parameter.name], f"`{name}`: operand `{parameter.name}`"
+        if isinstance(value, Tensor) or parameter.axes is not Axes.SCALAR:
+            check_tensor(operand, value, A, f" for the declared {KIND_NAMES[parameter.axes]}")
+        elif not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+            raise OperandError(f"{operand} is {_given(value)}\n  A gg.Scalar is a number or a one-element tensor.")
+
+
+def check_out(what: str, out: object, A: Tensor) -> None:
+    """Refuses an `out` that is no dense tensor of a result on A's device, or has elements that share memory.
+
+    Raises:
+        OperandError: says what was given.
+    """
+    check_tensor(what, out, A)
+    assert isinstance(out, Tensor)
+    check_out_dtype(f"{what}: its dtype", A, out.dtype)
+    if any(stride == 0 and extent > 1 for stride, extent in zip(out.stride(), out.shape, strict=True)):
+        raise OperandError(f"{what} has elements that share memory: strides {out.stride()}\n  Give its .contiguous().")
+
+
+def check_tensor(what: str, value: object, A: object, wanted: str = "") -> None:
+    """Refuses a `value` that is no dense tensor on A's device."""
+    if not isinstance(value, Tensor):
+        raise OperandError(f"{what} is {_given(value)}\n  Give a tensor{wanted}.")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise OperandError(f"{what} is a {kind} tensor\n  Give a dense one, such as its .to_dense().")
+    if isinstance(A, Tensor):
+        _check_device(what, value, A)
+
+
+def _given(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _check_device(what: str, value: Tensor, A: Tensor) -> None:
+    if value.device != A.device:
+        raise OperandError(f"{what} is on {value.device}, A on {A.device}\n  Move them to one device.")
+
+
+def _dtype(what: str, tensor: Tensor) -> DType:
+    try:
+        return dtype_of(tensor.dtype)
+    except UnsupportedOp as error:
+        raise UnsupportedOp(f"{what}: {error}") from None
+
+
+def check_out_dtype(what: str, A: Tensor, dtype: object) -> None:
+    """Refuses a dtype that no result of a call with `A` can have.
+
+    Raises:
+        OperandError: names those that one can have.
+    """
+    if dtype not in RESULT_DTYPES and not dtype == A.dtype == torch.float64:
+        raise OperandError(f"{what} is {dtype!r}\n  It may be {', '.join(map(str, RESULT_DTYPES))}.")
 
 
 def check_operands(graph: Graph, operands: Mapping[str, Tensor | float], extents: Extents, A: Tensor) -> None:
@@ -107,17 +182,15 @@ def check_operand(name: str, parameter: Parameter, value: Tensor, extents: Exten
         ShapeMismatch, OperandError: says what was expected.
     """
     operand = f"`{name}`: operand `{parameter.name}`"
-    if value.device != A.device:
-        raise OperandError(f"{operand} is on {value.device}, A on {A.device}\n  Move it to A's device.")
-    dtype_of(value.dtype)
+    _check_device(operand, value, A)
+    _dtype(operand, value)
     plain = extents.unbatched(parameter.axes)
     allowed = [plain, (extents.L, *plain)] if extents.batched else [plain]
     if parameter.axes is Axes.SCALAR:
         allowed.append((1,))
     if tuple(value.shape) not in allowed:
-        kind = {Axes.ROW: "gg.Row", Axes.COL: "gg.Col", Axes.TILE: "gg.Tile", Axes.SCALAR: "gg.Scalar"}
         raise ShapeMismatch(
-            f"{operand} has shape {tuple(value.shape)}; declared {kind[parameter.axes]}, it must be "
+            f"{operand} has shape {tuple(value.shape)}; declared {KIND_NAMES[parameter.axes]}, it must be "
             f"{' or '.join(str(shape) for shape in allowed)}\n"
             f"  (M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L}). "
             + _shape_hint(parameter, tuple(value.shape), extents)
