@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -17,7 +20,7 @@ from gemmgen.ir.graph import Parameter
 from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
-from gemmgen.problem import bind_names
+from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types
 
 Operand = Tensor | float
 Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -47,9 +50,13 @@ class Gemm:
     ):
         if not isinstance(fn, Epilogue):
             raise TraceError(f"Gemm takes a function declared with @gg.epilogue, not {type(fn).__name__}")
+        _check_option("mainloop", mainloop, mainloop is None or isinstance(mainloop, Dense), "gg.Dense() or None")
+        _check_option("config", config, config is None or isinstance(config, GemmConfig), "a gg.GemmConfig or None")
+        _check_option("save", save, save in ("auto", "recompute"), '"auto" or "recompute"')
         self.epilogue = fn
         self.mainloop = mainloop or Dense()
         self.config = config
+        self.save = save
         graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
         self._op = training.differentiable(graphs, config, save)
         graph = self._op.graph
@@ -89,12 +96,11 @@ class Gemm:
             OperandError: an operand is missing, unknown, or of the wrong dtype or device.
             UnsupportedOp, UnsupportedArch: this GPU cannot run it.
         """
-        A, B, named, batch = self._folded(A, B, operands)
+        A, B, named, batch = self._folded(A, B, operands, out_dtype)
         flat = self._op.flat_operands(named)
         if out is not None:
-            return self._into(out, A, B, flat, batch)
-        returned = self._op.overload(A, B, *flat, out_dtype=out_dtype)
-        return self._packed(_unfolded([returned] if isinstance(returned, Tensor) else returned, batch))
+            return self._into(out, out_dtype, A, B, flat, batch)
+        return self._unfolded(self._op.overload(A, B, *flat, out_dtype=out_dtype), batch)
 
     def reference(self, A: Tensor, B: Tensor, /, **operands: Operand) -> Result:
         """The float64 answer of the same graph, on the inputs' device, shaped and packed as a call's.
@@ -102,7 +108,7 @@ class Gemm:
         Arithmetic, accumulation and results are float64; only the function's own casts round.
         """
         A, B, named, batch = self._folded(A, B, operands)
-        return self._packed(_unfolded(self._op.reference(A, B, named), batch))
+        return self._unfolded(self._op.reference(A, B, named), batch)
 
     def warmup(self, A: Tensor, B: Tensor, /, *, out_dtype: torch.dtype | None = None, **operands: Operand) -> None:
         """Build and load what a call with tensors like these needs, so that the call can be captured at once."""
@@ -129,7 +135,7 @@ class Gemm:
         Returns:
             The built kernel; it is in the cache now, together with what finishes its reductions.
         """
-        return aot.build(self._op, A, B, self._named(operands), arch, out_dtype)
+        return aot.build(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
 
     def source(
         self,
@@ -142,7 +148,7 @@ class Gemm:
         **operands: Operand,
     ) -> str:
         """The CUDA that a call with such tensors would run: the skeleton, then the functor. Arguments as of `build`."""
-        source = aot.source(self._op, A, B, self._named(operands), arch, out_dtype)
+        source = aot.source(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
         return f"{source.skeleton}\n{source.functor}"
 
     def explain(
@@ -162,23 +168,45 @@ class Gemm:
             backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run.
         """
         if backward:
-            return training.explain(self._op)
+            return training.explain(self._op, self.save)
         if A is None or B is None:
             return aot.explain_graph(self._op)
-        return aot.explain(self._op, A, B, self._named(operands), arch, out_dtype)
+        return aot.explain(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
+
+    def __deepcopy__(self, memo: object) -> Gemm:
+        return self  # it never changes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (*_reference(self.epilogue), self.mainloop, self.config, self.save)
 
     def _folded(
-        self, A: Tensor, B: Tensor, operands: Mapping[str, Operand]
+        self, A: Tensor, B: Tensor, operands: Mapping[str, Operand], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Operand], tuple[int, ...]]:
         """The call with at most one batch dimension, and the batch shape that its results get back."""
-        named = self._named(operands)
+        check_types(self._name, self._parameters, A, B, self._named(operands))
+        if out_dtype is not None:
+            check_out_dtype(f"`{self._name}`: out_dtype", A, out_dtype)
         batch = _batch_shape(self._name, A, B)
-        if len(batch) > 1:
-            A, B = _folded_matrix(A, batch), _folded_matrix(B, batch)
-            named = {p.name: _folded(named[p.name], p, batch) for p in self._parameters}
-        elif batch:
-            A, B = _unbroadcast(A, batch[0]), _unbroadcast(B, batch[0])
-        return A, B, named, batch
+        return folded_matrix(A, batch), folded_matrix(B, batch), self._folded_operands(operands, batch), batch
+
+    def _folded_operands(self, operands: Mapping[str, Operand], batch: tuple[int, ...]) -> dict[str, Operand]:
+        named = self._named(operands)
+        return {p.name: _folded(named[p.name], p, batch) for p in self._parameters} if len(batch) > 1 else named
+
+    def _unfolded(self, results: Tensor | Sequence[Tensor], batch: tuple[int, ...]) -> Result:
+        """What the op returned, in the shapes and the container of a call."""
+        listed = [results] if isinstance(results, Tensor) else list(results)
+        return self._packed([r.reshape(batch + tuple(r.shape[1:])) for r in listed] if len(batch) > 1 else listed)
+
+    def _flattened(self, operands: Mapping[str, Operand], lead: torch.Size) -> dict[str, Operand]:
+        """Operands whose rows have the dimensions `lead`, as those of a matrix."""
+        named = self._named(operands)
+        return {p.name: _flattened(named[p.name], p, lead) for p in self._parameters}
+
+    def _unflattened(self, results: Result, lead: torch.Size) -> Result:
+        """The results for a matrix, with the rows' dimensions `lead` back."""
+        listed = zip(self._listed(results), self._result_axes, strict=True)
+        return self._packed([_unflattened(result, axes, lead) for result, axes in listed])
 
     def _listed(self, packed: Result) -> list[Tensor]:
         if isinstance(packed, Tensor):
@@ -191,12 +219,17 @@ class Gemm:
     def _into(
         self,
         out: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
+        out_dtype: torch.dtype | None,
         A: Tensor,
         B: Tensor,
         flat: list[Operand | None],
         batch: tuple[int, ...],
     ) -> Result:
+        if out_dtype is not None:
+            raise OperandError(f"`{self._name}` got `out` and `out_dtype`\n  The tensors of `out` have their dtypes.")
         given = self._unpacked(out)
+        for name, tensor in zip(self._result_names, given, strict=True):
+            check_out(f"`{self._name}`: out for result `{name}`", tensor, A)
         targets = given
         if len(batch) > 1:
             targets = [tensor.reshape(-1, *tensor.shape[len(batch) :]) for tensor in given]
@@ -213,15 +246,52 @@ class Gemm:
             return [out[name] for name in self._result_names]
         if isinstance(out, Sequence) and len(out) == len(self._result_names):
             return list(out)
+        wanted = "one tensor" if self._container == "single" else f"a {self._container} of as many tensors"
         raise OperandError(
-            f"`{self._name}`: `out` is {type(out).__name__}, but the results are {', '.join(self._result_names)}\n"
-            f"  Give a {self._container} of as many tensors."
+            f"`{self._name}`: `out` is of type {type(out).__name__}, but the results are "
+            f"{', '.join(self._result_names)}\n  Give {wanted}."
         )
 
     def _packed(self, results: Sequence[Tensor]) -> Result:
         if self._container == "single":
             return results[0]
         return tuple(results) if self._container == "tuple" else dict(zip(self._result_names, results, strict=True))
+
+
+def _reference(epilogue: Epilogue) -> tuple[str, str]:
+    """The module and the name that an epilogue is found under again.
+
+    Raises:
+        PicklingError: it is not there.
+    """
+    module, name = getattr(epilogue, "__module__", ""), getattr(epilogue, "__qualname__", "")
+    try:
+        found = _looked_up(module, name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not epilogue:
+        raise pickle.PicklingError(
+            f"epilogue `{epilogue.name}` cannot be pickled: it is not what `{module}.{name}` names\n"
+            "  Epilogues are pickled by reference. Define it at the top level of a module, under its own name."
+        )
+    return module, name
+
+
+def _looked_up(module: str, name: str) -> object:
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def _restored(
+    module: str, name: str, mainloop: Dense, config: GemmConfig | None, save: Literal["auto", "recompute"]
+) -> Gemm:
+    epilogue = _looked_up(module, name)
+    assert isinstance(epilogue, Epilogue)
+    return Gemm(epilogue, mainloop, config=config, save=save)
+
+
+def _check_option(name: str, value: object, is_legal: bool, legal: str) -> None:
+    if not is_legal:
+        raise OperandError(f"Gemm: {name} is {value!r}\n  It may be {legal}.")
 
 
 def linear(
@@ -241,16 +311,18 @@ def linear(
     Raises:
         ShapeMismatch: the extents do not fit.
     """
+    if not isinstance(op, Gemm):
+        raise OperandError(f"linear: the third argument is of type {type(op).__name__}\n  Give a gg.Gemm.")
+    check_tensor("linear: x", x, x)
+    check_tensor("linear: weight", weight, x)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
         raise ShapeMismatch(
             f"linear: x is {tuple(x.shape)} and weight {tuple(weight.shape)}\n"
             "  x is [..., K] and weight [N, K] with the same K."
         )
     lead = x.shape[:-1]
-    named = op._named(operands)
-    flat = {p.name: _flattened(named[p.name], p, lead) for p in op._parameters}
-    results = op._listed(op(x.reshape(-1, x.shape[-1]), weight.t(), out=None, out_dtype=out_dtype, **flat))
-    return op._packed([_unflattened(r, axes, lead) for r, axes in zip(results, op._result_axes, strict=True)])
+    flat = op._flattened(operands, lead)
+    return op._unflattened(op(x.reshape(-1, x.shape[-1]), weight.t(), out=None, out_dtype=out_dtype, **flat), lead)
 
 
 def _flattened(value: Operand, parameter: Parameter, lead: torch.Size) -> Operand:
@@ -280,20 +352,11 @@ def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:
         ) from None
 
 
-def _unbroadcast(matrix: Tensor, L: int) -> Tensor:
-    """A single batch shared by all L as the 2-D matrix that it is."""
-    return matrix[0] if matrix.dim() == 3 and matrix.shape[0] == 1 and L != 1 else matrix
-
-
-def _unfolded(results: Sequence[Tensor], batch: tuple[int, ...]) -> list[Tensor]:
-    return [r.reshape(batch + tuple(r.shape[1:])) for r in results] if len(batch) > 1 else list(results)
-
-
-def _folded_matrix(matrix: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """`[L, rows, columns]`; a matrix without batch dimensions stays 2-D and is shared."""
-    if matrix.dim() == 2:
-        return matrix
-    return matrix.expand(*batch, *matrix.shape[-2:]).reshape(-1, *matrix.shape[-2:])
+def folded_matrix(matrix: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """`[L, rows, columns]`; a matrix that all of the batch share stays, or becomes, the 2-D one that it is."""
+    if len(batch) > 1 and matrix.dim() > 2:
+        return matrix.expand(*batch, *matrix.shape[-2:]).reshape(-1, *matrix.shape[-2:])
+    return matrix[0] if matrix.dim() == 3 and matrix.shape[0] == 1 and batch[0] != 1 else matrix
 
 
 def _folded(value: object, parameter: Parameter, batch: tuple[int, ...]) -> Operand:

@@ -5,10 +5,11 @@ An op is named `gemmgen::<epilogue>_<digest>`; its `.out` overload writes into g
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from gemmgen.runtime import Operands, PointwiseRunner, Runner
 
 NAMESPACE = "gemmgen"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_ops: dict[str, EpilogueOp | ElementwiseOp] = {}
+_ops: dict[str, object] = {}
 _lock = threading.Lock()
+AUTOCAST_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+RegisteredOp = TypeVar("RegisteredOp")
 Differentiate = Callable[["EpilogueOp", tuple["Tensor | float | None", ...], "torch.dtype | None"], object]
 
 
@@ -66,6 +69,7 @@ class EpilogueOp:
         _library.impl(self.name, self._cpu, "CPU")
         _library.impl(self.name, self._cuda, "CUDA")
         _library.impl(self.name, self._autograd, "Autograd")
+        implement_autocast(self.name, lambda: self.overload, (0, 1))
         _library.impl(f"{self.name}.out", self._autograd_out, "Autograd")
         _library.impl(f"{self.name}.out", self._cpu_out, "CPU")
         _library.impl(f"{self.name}.out", self._cuda_out, "CUDA")
@@ -85,6 +89,11 @@ class EpilogueOp:
     def operand_positions(self) -> dict[str, int]:
         """Where each operand's tensor stands among the schema's arguments after A and B."""
         return self._operands.positions()
+
+    @property
+    def argument_count(self) -> int:
+        """How many arguments of the schema stand for operands."""
+        return len(self._operands.texts)
 
     # implementations
 
@@ -201,12 +210,8 @@ class ElementwiseOp:
         self._operands = OperandSchema(graph.parameters, reserved={"M", "N", "L", "batched"})
         self._runner = PointwiseRunner(graph)
         arguments = ", ".join(["SymInt M", "SymInt N", "SymInt L", "bool batched", *self._operands.texts])
-        _library.define(f"{name}({arguments}) -> {returned_text(graph)}", tags=torch.Tag.pt2_compliant_tag)
-        _library.impl(name, self._cpu, "CPU")
-        _library.impl(name, self._cuda, "CUDA")
-        _library.impl(name, self._autograd, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", self._fake, lib=_library)
-        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        schema = f"{name}({arguments}) -> {returned_text(graph)}"
+        self.overload = define(schema, self._fake, CPU=self._cpu, CUDA=self._cuda, Autograd=self._autograd)
 
     def __call__(self, extents: Extents, operands: Operands) -> list[Tensor]:
         """The results in order, through the dispatcher."""
@@ -261,23 +266,57 @@ def register(
     name = f"{graph.name}_{graph.digest}"
     if config is not None:
         name += "_" + hashlib.blake2b(repr(config).encode(), digest_size=3).hexdigest()
-    with _lock:
-        if name not in _ops:
-            _ops[name] = EpilogueOp(name, graphs, config, differentiate)
-        op = _ops[name]
-    assert isinstance(op, EpilogueOp)
-    return op
+    return registered(name, EpilogueOp, lambda: EpilogueOp(name, graphs, config, differentiate))
 
 
 def register_elementwise(graph: Graph) -> ElementwiseOp:
     """The op of an elementwise graph, registered with torch when it is first seen."""
     name = f"{graph.name}_{graph.digest}"
+    return registered(name, ElementwiseOp, lambda: ElementwiseOp(name, graph))
+
+
+def registered(name: str, kind: type[RegisteredOp], make: Callable[[], RegisteredOp]) -> RegisteredOp:
+    """The op called `name`, made when it is first seen."""
     with _lock:
         if name not in _ops:
-            _ops[name] = ElementwiseOp(name, graph)
+            _ops[name] = make()
         op = _ops[name]
-    assert isinstance(op, ElementwiseOp)
+    assert isinstance(op, kind)
     return op
+
+
+def define(schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]) -> Any:
+    """Register an op, with its implementations by dispatch key; its default overload."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    for key, implementation in implementations.items():
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def implement_autocast(name: str, overload: Callable[[], Any], matrices: Collection[int]) -> None:
+    """Let an op take its matrices in autocast's dtype, as torch's own products do.
+
+    Other operands are read as they are: the epilogue is fp32 whatever they are stored in.
+
+    Args:
+        matrices: positions of the arguments to cast.
+    """
+    for key, device_type in AUTOCAST_DEVICES.items():
+
+        def autocast(*args: Any, key: str = key, device_type: str = device_type, **keywords: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device_type)
+            cast = [_autocast_to(dtype, arg) if at in matrices else arg for at, arg in enumerate(args)]
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
+                return overload()(*cast, **keywords)
+
+        _library.impl(name, autocast, key)
+
+
+def _autocast_to(dtype: torch.dtype, matrix: Tensor) -> Tensor:
+    is_eligible = matrix.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return matrix.to(dtype) if is_eligible else matrix
 
 
 def returned(results: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
@@ -304,13 +343,20 @@ def apply_at_one_level(function: type[_SingleLevelFunction], *args: Any) -> Any:
         return function.apply(*args)  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """For the forward of such a function: its level of autograd is done, further ones of `torch.func` record it too."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
 class _Recorded(_SingleLevelFunction):
     """A call whose results autograd may carry along, but not differentiate."""
 
     @staticmethod
     def forward(ctx: Any, name: str, overload: Any, keywords: dict[str, Any], *args: Any) -> Any:
         ctx.name = name
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return overload(*args, **keywords)
 
     @staticmethod
@@ -323,6 +369,31 @@ class _Recorded(_SingleLevelFunction):
 
 def _recorded(name: str, overload: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
     return apply_at_one_level(_Recorded, name, overload, keywords, *args)
+
+
+def depending(x: Tensor, on: Sequence[Tensor], name: str) -> Tensor:
+    """A copy of `x` that autograd knows to depend on `on`, in a way that has no derivative; `name` is for the error."""
+    return _depending(x, list(on), name)  # type: ignore[no-any-return]
+
+
+def _depending_autograd(x: Tensor, on: list[Tensor], name: str) -> object:
+    def below(x: Tensor, *on: Tensor) -> object:
+        return _depending(x, list(on), name)
+
+    if needs_gradient((x, *on)):
+        return _recorded(name, below, (x, *on), {})
+    with torch._C._AutoDispatchBelowAutograd():
+        return _depending(x, on, name)
+
+
+def _cloned(x: Tensor, on: list[Tensor], name: str) -> Tensor:
+    return x.clone()
+
+
+_depending = define(
+    "depending(Tensor x, Tensor[] on, str name) -> Tensor",
+    _cloned, CPU=_cloned, CUDA=_cloned, Autograd=_depending_autograd,
+)  # fmt: skip
 
 
 def _first_derivative(op: EpilogueOp, args: tuple[Any, ...], out_dtype: torch.dtype | None) -> object:

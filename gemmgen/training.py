@@ -1,34 +1,47 @@
-"""The derived backward behind an epilogue's op: plans, the extra results that a forward saves, and the gradients.
+"""The derived backward behind the ops: plans, the extra results that a forward saves, and the gradients.
 
 A call that needs gradients runs the plan's forward, which is the epilogue with its saved tiles as further results.
-Its backward runs the plan's elementwise graphs, then the two GEMMs on the gradient of the accumulator.
+Its backward runs the plan's elementwise graphs, then the two GEMMs on the gradient of the accumulator. In a chain the
+dgrad GEMM of a call carries the elementwise backward of the call before it as its epilogue.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
-from gemmgen.backward import ACCUM, BackwardPlan, plan_backward
+from gemmgen import backward
+from gemmgen.backward import ACCUM, BackwardPlan, fused_into_dgrad, plan_backward
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
+from gemmgen.errors import NoBackward
 from gemmgen.evaluate import TORCH_DTYPES
-from gemmgen.ir.graph import Graph, Result
-from gemmgen.ir.node import Axes
-from gemmgen.ops import EpilogueOp, apply_at_one_level, register, register_elementwise
-from gemmgen.problem import EIGHT_BIT, Extents, extents_of
-from gemmgen.runtime import Operands
+from gemmgen.ir.graph import Graph, Parameter
+from gemmgen.ir.node import Axes, Op
+from gemmgen.ops import (
+    ElementwiseOp,
+    EpilogueOp,
+    apply_at_one_level,
+    below_autograd,
+    depending,
+    register,
+    register_elementwise,
+    returned,
+)
+from gemmgen.problem import EIGHT_BIT, Extents, extents_of, result_dtype
 
 Flat = tuple["Tensor | float | None", ...]
+Save = Literal["auto", "recompute"]
+T = TypeVar("T")
 
 
-def differentiable(graphs: Mapping[DType, Graph], config: GemmConfig | None = None, save: str = "auto") -> EpilogueOp:
+def differentiable(graphs: Mapping[DType, Graph], config: GemmConfig | None = None, save: Save = "auto") -> EpilogueOp:
     """The op of an epilogue with its derived backward.
 
     Args:
@@ -36,214 +49,477 @@ def differentiable(graphs: Mapping[DType, Graph], config: GemmConfig | None = No
     """
     if save == "recompute":  # an op of its own, since autograd's choice is the op's
         graphs = {accum: replace(graph, name=f"{graph.name}_recompute") for accum, graph in graphs.items()}
-    return register(graphs, config, functools.partial(_differentiated, save=save))
+    return register(graphs, config, functools.partial(_differentiated_alone, save=save))
+
+
+def _differentiated_alone(op: EpilogueOp, args: Flat, out_dtype: torch.dtype | None, *, save: Save) -> object:
+    return differentiated([Stage(op, save)], args, out_dtype)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A GEMM of a chain: its A is the first result of the stage before."""
+
+    op: EpilogueOp
+    save: Save
+
+
+def differentiated(stages: Sequence[Stage], args: Flat, out_dtype: torch.dtype | None) -> object:
+    """The results of the last stage, with autograd's record of how to differentiate them.
+
+    Results that have no derivative, integers above all, do not require a gradient.
+
+    Args:
+        args: A, then for each stage B and the operands as in its op's schema.
+        out_dtype: of the last stage.
+    """
+    calls = planned(stages, args, out_dtype)
+    if calls[-1].plan is None:
+        with torch._C._AutoDispatchBelowAutograd():
+            return returned(_run(calls, args, out_dtype)[0])
+    return returned(apply_at_one_level(_Differentiable, calls, out_dtype, *args, *_links(calls, args)))
+
+
+# Plans
+
+
+@dataclass(frozen=True)
+class Like:
+    """What the gradient of an argument has to look like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    is_column_major: bool
+
+    @staticmethod
+    def of(value: object) -> Like | None:
+        if not isinstance(value, Tensor):
+            return None
+        is_column_major = value.dim() >= 2 and value.stride(-2) == 1 and value.stride(-1) != 1
+        return Like(value.shape, value.dtype, value.device, is_column_major)
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One differentiated call: its plan, the op of its forward, and where its tensors are."""
+    """One differentiated call of an op.
+
+    Attributes:
+        plan: None where nothing here needs a gradient, or no result can carry one.
+        forward_op: computes the results, then the tiles that the backward needs.
+        extents: of the tile.
+        matrix_dtype: that the gradient of accum is stored in: A's, bf16 for 8-bit A.
+        likes: for A, B and the operands' arguments; None for numbers, and for an A that another call makes.
+        kept: which of those the backward reads.
+    """
 
     op: EpilogueOp
-    plan: BackwardPlan
+    plan: BackwardPlan | None
     forward_op: EpilogueOp
     extents: Extents
-    matrix_dtype: DType  # that d_accum is stored in: A's, bf16 for 8-bit A
+    matrix_dtype: DType
+    likes: tuple[Like | None, ...]
+    kept: tuple[bool, ...]
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Where each operand stands among A, B and the operands."""
+        return {name: 2 + at for name, at in self.op.operand_positions.items()}
+
+    @property
+    def wide(self) -> DType:
+        """The dtype of what is still to be summed."""
+        return DType.F64 if self.matrix_dtype is DType.F64 else DType.F32
+
+    def wants(self, needs: Sequence[bool]) -> tuple[str, ...]:
+        """Names of gradients, from which of A, B and the operands need one."""
+        names = [name for name, at in self.positions.items() if needs[at]]
+        return (ACCUM, *names) if needs[0] or needs[1] else tuple(names)
 
 
-def _differentiated(op: EpilogueOp, args: Flat, out_dtype: torch.dtype | None, *, save: str) -> object:
-    call = _planned(op, args, out_dtype, save)
-    results = apply_at_one_level(_Differentiable, call, out_dtype, *args)
-    return results[0] if len(results) == 1 else results
+def planned(stages: Sequence[Stage], args: Flat, out_dtype: torch.dtype | None) -> tuple[Call, ...]:
+    """One `Call` for each stage. Whether a tensor requires a gradient is read from `args`."""
+    A = args[0]
+    assert isinstance(A, Tensor)
+    a, extents, needs_A = dtype_of(A.dtype), None, A.requires_grad
+    calls: list[Call] = []
+    for stage, own in zip(stages, _split([stage.op for stage in stages], args[1:]), strict=True):
+        B = own[0]
+        assert isinstance(B, Tensor)
+        name = stage.op.graph.name
+        extents = replace(extents, N=B.shape[-1], K=extents.N) if extents else extents_of(name, A, B)
+        likes = (None if calls else Like.of(A), *map(Like.of, own))
+        needs = (needs_A, *map(_requires_grad, own))
+        calls.append(_planned(stage, extents, a, likes, needs, out_dtype if stage is stages[-1] else None))
+        graph = stage.op.graph_for(_accum_of(a))
+        a, needs_A = result_dtype(graph.results[0], a, None), calls[-1].plan is not None
+    return tuple(calls)
 
 
-def _planned(op: EpilogueOp, args: Flat, out_dtype: torch.dtype | None, save: str) -> Call:
-    A, B = args[:2]
-    assert isinstance(A, Tensor) and isinstance(B, Tensor)
-    a = dtype_of(A.dtype)
-    matrix_dtype = DType.BF16 if a in EIGHT_BIT else a
-    wants = frozenset(
-        ([ACCUM] if A.requires_grad or B.requires_grad else [])
-        + [name for name, at in op.operand_positions.items() if _requires_grad(args[2 + at])]
-    )
-    graph = op.graph_for(DType.I32 if a is DType.I8 else DType.F32)
-    plan = _plan(graph, wants, dtype_of(out_dtype) if out_dtype else None, matrix_dtype, save)
-    forward = plan.forward
-    if forward is plan.graph:
-        forward_op = op
-    else:
-        named = replace(forward, name=f"{op.graph.name}_train", results=_stored_as(forward, plan, matrix_dtype))
-        forward_op = register({DType.F32: named, DType.I32: named}, op.runner.config)
-    return Call(op, plan, forward_op, extents_of(op.graph.name, A, B), matrix_dtype)
+def _planned(
+    stage: Stage,
+    extents: Extents,
+    a: DType,
+    likes: tuple[Like | None, ...],
+    needs: tuple[bool, ...],
+    out_dtype: torch.dtype | None,
+) -> Call:
+    op, matrix_dtype = stage.op, DType.BF16 if a in EIGHT_BIT else a
+    unplanned = Call(op, None, op, extents, matrix_dtype, likes, (False,) * len(likes))
+    wants = unplanned.wants(needs)
+    stored = dtype_of(out_dtype) if out_dtype else None
+    plan = _plan(op.graph_for(_accum_of(a)), frozenset(wants), stored, matrix_dtype, stage.save) if wants else None
+    if plan is None:
+        return unplanned
+    read, reruns = {unplanned.positions[name] for name in _read(plan, op.graph.parameters)}, plan.reruns_mainloop
+    kept = (needs[1] or reruns, needs[0] or reruns, *(at in read for at in range(2, len(likes))))
+    return replace(unplanned, plan=plan, forward_op=_forward_op(op, plan, matrix_dtype), kept=kept)
 
 
-def _stored_as(forward: Graph, plan: BackwardPlan, matrix_dtype: DType) -> tuple[Result, ...]:
-    """The results of `forward`, whose saved tiles do not follow the caller's `out_dtype`."""
-    saved = {each.name for each in plan.saved}
-    return tuple(replace(r, dtype=r.dtype or matrix_dtype) if r.name in saved else r for r in forward.results)
+def _accum_of(a: DType) -> DType:
+    return DType.I32 if a is DType.I8 else DType.F32
 
 
 def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _split(ops: Iterable[EpilogueOp], flat: Sequence[T]) -> list[tuple[T, ...]]:
+    """For each op its B and its operands."""
+    parts, rest = [], tuple(flat)
+    for op in ops:
+        count = 1 + op.argument_count
+        parts.append(rest[:count])
+        rest = rest[count:]
+    return parts
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    graph: Graph, wants: frozenset[str], out_dtype: DType | None, matrix_dtype: DType, save: str
-) -> BackwardPlan:
+    graph: Graph, wants: frozenset[str], out_dtype: DType | None, matrix_dtype: DType, save: Save
+) -> BackwardPlan | None:
+    """The plan, or None where no result carries a gradient to what is wanted."""
     if out_dtype is not None:
         results = tuple(
             r if r.dtype is not None or r.is_reduction else replace(r, dtype=out_dtype) for r in graph.results
         )
         graph = replace(graph, results=results)
+    if not backward.differentiable(graph, wants):
+        return None
     return plan_backward(graph, wants, save=save, tile_dtype=matrix_dtype)
 
 
+@functools.lru_cache(maxsize=1024)
+def _restricted(plan: BackwardPlan, wants: tuple[str, ...], arrived: tuple[str, ...]) -> BackwardPlan:
+    return plan.restricted(wants, arrived)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> EpilogueOp:
+    forward = plan.forward
+    if forward is plan.graph:
+        return op
+    saved = {each.name for each in plan.saved}  # they do not follow the caller's `out_dtype`
+    results = tuple(replace(r, dtype=r.dtype or matrix_dtype) if r.name in saved else r for r in forward.results)
+    named = replace(forward, name=f"{op.graph.name}_train", results=results)
+    return register({DType.F32: named, DType.I32: named}, op.runner.config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(plan: BackwardPlan, operands: tuple[Parameter, ...]) -> frozenset[str]:
+    """The operands that the backward reads."""
+    graphs = (*plan.passes, plan.backward)
+    loaded = {node.attr for graph in graphs for node in graph.nodes() if node.op is Op.LOAD}
+    return frozenset(p.name for p in operands if p.name in loaded)
+
+
+# Autograd
+
+
 class _Differentiable(_SingleLevelFunction):
-    """Autograd's view of one call."""
+    """Autograd's view of one call, or of a chain of them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, out_dtype: torch.dtype | None, *args: Tensor | float | None) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            returned = call.forward_op.overload(*args, out_dtype=out_dtype)
-        results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
-        count = len(call.plan.graph.results)
-        by_name = {r.name: t for r, t in zip(call.plan.forward.results, results, strict=True)}
-        ctx.call, ctx.scalars = call, tuple(None if isinstance(arg, Tensor) else arg for arg in args)
+    def forward(ctx: Any, calls: tuple[Call, ...], out_dtype: torch.dtype | None, *given: Tensor | float | None) -> Any:
+        count = 1 + sum(len(call.likes) - 1 for call in calls)
+        args, links = given[:count], given[count:]
+        with below_autograd():
+            results, memories = _run(calls, args, out_dtype)
+        graph = _plan_of(calls[-1]).graph
+        results = results[: len(graph.results)]
+        ctx.calls, ctx.count = calls, count
+        ctx.numbers = [tuple(None if isinstance(x, Tensor) else x for x in memory) for memory in memories]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *(arg if isinstance(arg, Tensor) else None for arg in args),
-            *(by_name[saved.result] for saved in call.plan.saved),
-        )
-        ctx.mark_non_differentiable(
-            *(t for r, t in zip(call.plan.graph.results, results, strict=False) if r.name not in call.plan.cotangents)
-        )
-        return results[:count]
+        tensors = [x if isinstance(x, Tensor) else None for memory in memories for x in memory]
+        ctx.save_for_backward(*tensors, *links)
+        carriers = _plan_of(calls[-1]).cotangents
+        ctx.mark_non_differentiable(*(t for r, t in zip(graph.results, results, strict=True) if r.name not in carriers))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        call: Call = ctx.call
-        tensors = ctx.saved_tensors
-        args = tuple(
-            tensor if tensor is not None else number
-            for tensor, number in zip(tensors[: len(ctx.scalars)], ctx.scalars, strict=True)
-        )
-        saved = dict(zip((s.name for s in call.plan.saved), tensors[len(ctx.scalars) :], strict=True))
+        calls: tuple[Call, ...] = ctx.calls
+        plan = _plan_of(calls[-1])
         arrived = {
             r.name: cotangent
-            for r, cotangent in zip(call.plan.graph.results, cotangents, strict=True)
-            if cotangent is not None and r.name in call.plan.cotangents
+            for r, cotangent in zip(plan.graph.results, cotangents, strict=True)
+            if cotangent is not None and r.name in plan.cotangents
         }
-        needs = ctx.needs_input_grad[2:]
-        gradients = _gradients(call, args, saved, arrived, needs) if arrived else [None] * len(args)
-        return (None, None, *gradients)
+        rest = [None] * (len(ctx.needs_input_grad) - 2 - ctx.count)
+        if not arrived:
+            return (None, None, *[None] * ctx.count, *rest)
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative would go through all that the forward depended on
+            inputs = [tensor for tensor in tensors if _requires_grad(tensor)]
+            arrived = {name: depending(x, inputs, plan.graph.name) for name, x in arrived.items()}
+        memories = _recalled(calls, tensors, ctx.numbers)
+        gradients = _gradients(calls, memories, arrived, ctx.needs_input_grad[2 : 2 + ctx.count])
+        return (None, None, *gradients, *rest)
 
 
-def _gradients(
-    call: Call, args: Flat, saved: Mapping[str, Tensor], arrived: Mapping[str, Tensor], needs: tuple[bool, ...]
-) -> list[Tensor | None]:
-    """The gradient of each argument of the op that needs one."""
-    A, B = args[:2]
-    assert isinstance(A, Tensor) and isinstance(B, Tensor)
-    positions = {name: 2 + at for name, at in call.op.operand_positions.items()}
-    wants = [name for name, at in positions.items() if needs[at]]
-    plan = call.plan.restricted([ACCUM, *wants] if needs[0] or needs[1] else wants, arrived)
-    operands = call.op.named_operands(args[2:])
-    available = {**operands, **saved, **{f"d_{name}": cotangent for name, cotangent in arrived.items()}}
-    computed = _elementwise(call, plan, A, B, available)
-    gradients: list[Tensor | None] = [None] * len(args)
-    for name in wants:
-        operand = operands[name]
-        assert isinstance(operand, Tensor)
-        gradient = computed.get(name)
-        gradients[positions[name]] = torch.zeros_like(operand) if gradient is None else _fitted(gradient, operand)
-    if ACCUM in computed:
-        d_accum = computed[ACCUM].to(TORCH_DTYPES[call.matrix_dtype])
-        gradients[0] = _dgrad(d_accum, A, B) if needs[0] else None
-        gradients[1] = _wgrad(d_accum, A, B) if needs[1] else None
-    elif needs[0] or needs[1]:
-        gradients[:2] = [torch.zeros_like(x) if need else None for x, need in ((A, needs[0]), (B, needs[1]))]
-    return gradients
+def _plan_of(call: Call) -> BackwardPlan:
+    assert call.plan is not None
+    return call.plan
 
 
-def _elementwise(
-    call: Call, plan: BackwardPlan, A: Tensor, B: Tensor, available: Operands
-) -> dict[str, Tensor]:
-    """Gradients by name ("accum" and operands), each of the shape that the tile's batch gives it."""
-    known = dict(available)
-    for each in plan.passes:
-        finished = replace(each, results=tuple(replace(r, dtype=_wide(call)) for r in each.results))
-        results = register_elementwise(finished)(call.extents, _chosen(known, finished))
-        known.update(zip((r.name for r in finished.results), results, strict=True))
-    gradients = {name: known[f"d_{result}"] for name, result in plan.aliases.items()}
-    graph = plan.without_aliases()
-    if graph.results:
-        graph = replace(graph, results=tuple(replace(r, dtype=_dtype(call, r.name, known)) for r in graph.results))
-        results = _run(call, plan, graph, A, B, known)
-        gradients.update(zip((r.name.removeprefix("d_") for r in graph.results), results, strict=True))
-    return {name: gradient for name, gradient in gradients.items() if isinstance(gradient, Tensor)}
+def _links(calls: Sequence[Call], args: Flat) -> list[Tensor]:
+    """Empty views' copies of inputs that the backward does not read, to tell a second derivative that they matter."""
+    flags = [calls[0].kept[0], *(flag for call in calls for flag in call.kept[1:])]
+    loose = [x for x, kept in zip(args, flags, strict=True) if isinstance(x, Tensor) and x.requires_grad and not kept]
+    return [x[:0].clone() if x.dim() else x for x in loose]
+
+
+Memory = tuple["Tensor | float | None", ...]  # A, B, the operands' arguments, then the saved tiles; None if not kept
 
 
 def _run(
-    call: Call, plan: BackwardPlan, graph: Graph, A: Tensor, B: Tensor, known: Operands
-) -> list[Tensor]:
-    operands = _chosen(known, graph)
-    if not plan.reruns_mainloop:
-        return register_elementwise(graph)(call.extents, operands)
-    op = register({DType.F32: graph, DType.I32: graph})
-    results = op.overload(A, B, *op.flat_operands(operands))
-    return [results] if isinstance(results, Tensor) else list(results)
+    calls: Sequence[Call], args: Flat, out_dtype: torch.dtype | None
+) -> tuple[tuple[Tensor, ...], list[Memory]]:
+    """The results of the last call's forward, and what each call's backward will read."""
+    A, memories = args[0], []
+    results: tuple[Tensor, ...] = ()
+    for call, own in zip(calls, _split([call.op for call in calls], args[1:]), strict=True):
+        results = _listed(call.forward_op.overload(A, *own, out_dtype=out_dtype if call is calls[-1] else None))
+        kept = [x if is_kept or not isinstance(x, Tensor) else None
+                for x, is_kept in zip((A, *own), call.kept, strict=True)]  # fmt: skip
+        memories.append((*kept, *_saved(call, results)))
+        A = results[0]
+    return results, memories
 
 
-def _chosen(known: Operands, graph: Graph) -> dict[str, Tensor | float]:
+def _listed(results: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _saved(call: Call, results: Sequence[Tensor]) -> list[Tensor]:
+    if call.plan is None:
+        return []
+    names = [result.name for result in call.forward_op.graph.results]
+    return [results[names.index(saved.result)] for saved in call.plan.saved]
+
+
+def _recalled(
+    calls: Sequence[Call], tensors: Sequence[Tensor | None], numbers: Sequence[Memory]
+) -> list[Memory]:
+    memories, at = [], 0
+    for own in numbers:
+        found = tensors[at : at + len(own)]
+        memories.append(tuple(n if t is None else t for t, n in zip(found, own, strict=True)))
+        at += len(own)
+    return memories
+
+
+# Gradients
+
+Gradients = dict[str, Tensor]  # by name, "accum" and operands, each of the shape that the tile's batch gives it
+
+
+def _gradients(
+    calls: Sequence[Call], memories: Sequence[Memory], arrived: Mapping[str, Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradient of each argument that needs one: of A, then for each call of B and the operands."""
+    needed = _needed(calls, needs)
+    computed: Gradients | None = _elementwise(calls[-1], calls[-1].wants(needed[-1]), arrived, memories[-1])
+    gradients: list[Tensor | None] = []
+    for at in reversed(range(len(calls))):
+        call, memory, need = calls[at], memories[at], needed[at]
+        if computed is None:
+            return [None] * (len(needs) - len(gradients)) + gradients
+        gradients[:0] = _of_arguments(call, computed, memory, need)
+        if at == 0:
+            return [_of_A(call, computed, memory) if need[0] else None, *gradients]
+        previous = calls[at - 1]
+        wants = previous.wants(needed[at - 1])
+        computed = _behind(previous, wants, memories[at - 1], call, computed, memory) if need[0] else None
+    raise AssertionError("a chain has a first call")
+
+
+def _needed(calls: Sequence[Call], needs: Sequence[bool]) -> list[tuple[bool, ...]]:
+    """For each call which of A, B and the operands need a gradient; A does where something before the call does."""
+    needed, needs_A = [], needs[0]
+    for call, own in zip(calls, _split([call.op for call in calls], needs[1:]), strict=True):
+        needed.append((needs_A, *own))
+        needs_A = call.plan is not None and any(needed[-1])
+    return needed
+
+
+def _of_arguments(call: Call, computed: Gradients, memory: Memory, need: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of B and of the operands' arguments."""
+    gradients: list[Tensor | None] = [None] * len(need)
+    for name, at in call.positions.items():
+        if need[at]:
+            gradients[at] = _fitted(computed.get(name), call.likes[at])
+    if need[1]:
+        gradients[1] = _wgrad(computed.get(ACCUM), memory[0], call.likes[1])
+    return gradients[1:]
+
+
+def _of_A(call: Call, computed: Gradients, memory: Memory) -> Tensor:
+    return _fitted(_dgrad(computed[ACCUM], memory[1]) if ACCUM in computed else None, call.likes[0])
+
+
+def _behind(
+    previous: Call, wants: tuple[str, ...], remembered: Memory, call: Call, computed: Gradients, memory: Memory
+) -> Gradients:
+    """The gradients of `previous`, whose first result is A of `call`: in the epilogue of the dgrad GEMM if possible."""
+    if ACCUM not in computed:
+        return {}
+    name = _plan_of(previous).graph.results[0].name
+    plan = _restricted(_plan_of(previous), wants, (name,))
+    fused = _fused(plan, name, _stored_dtypes(previous, plan.backward))
+    if fused is None:
+        return _elementwise(previous, wants, {name: _dgrad(computed[ACCUM], memory[1])}, remembered)
+    d_accum, B = computed[ACCUM], memory[1]
+    assert isinstance(B, Tensor)
+    known = _known(previous, remembered)
+    flat = fused.flat_operands(_chosen(known, fused.graph))
+    return _named(fused.graph, fused.overload(d_accum, B.to(d_accum.dtype).mT, *flat))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fused(plan: BackwardPlan, cotangent: str, dtypes: tuple[DType, ...]) -> EpilogueOp | None:
+    """The dgrad GEMM with the plan's backward as its epilogue; None where that cannot be."""
+    if plan.passes or not plan.backward.results:
+        return None
+    plan = replace(plan, backward=replace(plan.backward, accum=DType.F32))  # that of the GEMM it moves to
+    try:
+        graph = fused_into_dgrad(plan, f"d_{cotangent}")
+    except NoBackward:
+        return None
+    graph = replace(_stored_as(graph, dtypes), name=f"{plan.graph.name}_dgrad")
+    return register({DType.F32: graph, DType.I32: graph})
+
+
+def _elementwise(call: Call, wants: tuple[str, ...], arrived: Mapping[str, Tensor], memory: Memory) -> Gradients:
+    """Gradients by passes over the tile, from the cotangents that arrived, by result."""
+    plan = _restricted(_plan_of(call), wants, tuple(arrived))
+    known = {**_known(call, memory), **{f"d_{name}": cotangent for name, cotangent in arrived.items()}}
+    for each in _passes(plan, call.wide):
+        known.update(zip((r.name for r in each.graph.results), _over_tile(each, call, known), strict=True))
+    gradients = {name: arrived[result].to(TORCH_DTYPES[call.matrix_dtype]) if name == ACCUM else arrived[result]
+                 for name, result in plan.aliases.items()}  # fmt: skip
+    last = _last_pass(plan, _stored_dtypes(call, plan.without_aliases()))
+    if isinstance(last, ElementwiseOp):
+        gradients |= _named(last.graph, _over_tile(last, call, known))
+    elif last is not None:
+        gradients |= _named(last.graph, last.overload(*memory[:2], *last.flat_operands(_chosen(known, last.graph))))
+    return gradients
+
+
+def _known(call: Call, memory: Memory) -> dict[str, Tensor | float]:
+    """Operands and saved tiles by name, as far as they were kept."""
+    known = {name: memory[at + (call.likes[at] is None)] for name, at in call.positions.items()}  # a number is beside
+    known |= {s.name: t for s, t in zip(_plan_of(call).saved, memory[len(call.likes) :], strict=True)}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _over_tile(op: ElementwiseOp, call: Call, known: Mapping[str, Tensor | float]) -> list[Tensor]:
+    return op(call.extents, _chosen(known, op.graph))
+
+
+def _chosen(known: Mapping[str, Tensor | float], graph: Graph) -> dict[str, Tensor | float]:
     return {parameter.name: known[parameter.name] for parameter in graph.parameters}
 
 
-def _wide(call: Call) -> DType:
-    return DType.F64 if call.matrix_dtype is DType.F64 else DType.F32
+def _named(graph: Graph, results: Tensor | Sequence[Tensor]) -> Gradients:
+    return {r.name.removeprefix("d_"): tensor for r, tensor in zip(graph.results, _listed(results), strict=True)}
 
 
-def _dtype(call: Call, name: str, known: Operands) -> DType:
-    """The dtype to store a gradient in: its operand's, but wide where a batch is still to be summed."""
-    operand = known.get(name.removeprefix("d_"))
-    if not isinstance(operand, Tensor):
-        return call.matrix_dtype
-    rank = {Axes.SCALAR: 0, Axes.TILE: 2}.get(_axes(call.plan.graph, name.removeprefix("d_")), 1)
-    is_shared = call.extents.batched and operand.dim() <= rank
-    return _wide(call) if is_shared else dtype_of(operand.dtype)
+@functools.lru_cache(maxsize=1024)
+def _passes(plan: BackwardPlan, wide: DType) -> tuple[ElementwiseOp, ...]:
+    return tuple(register_elementwise(_stored_as(each, (wide,) * len(each.results))) for each in plan.passes)
 
 
-def _axes(graph: Graph, name: str) -> Axes:
-    return next(p.axes for p in graph.parameters if p.name == name)
+@functools.lru_cache(maxsize=1024)
+def _last_pass(plan: BackwardPlan, dtypes: tuple[DType, ...]) -> ElementwiseOp | EpilogueOp | None:
+    """What computes the gradients that are not the cotangents themselves."""
+    graph = _stored_as(plan.without_aliases(), dtypes)
+    if not graph.results:
+        return None
+    return register({DType.F32: graph, DType.I32: graph}) if plan.reruns_mainloop else register_elementwise(graph)
 
 
-def _fitted(gradient: Tensor, operand: Tensor) -> Tensor:
-    """`gradient` in the operand's shape and dtype, summed over a batch that the operand is shared by."""
-    if gradient.dim() > operand.dim() or (gradient.dim() == operand.dim() and gradient.shape != operand.shape):
+def _stored_as(graph: Graph, dtypes: tuple[DType, ...]) -> Graph:
+    results = tuple(replace(result, dtype=dtype) for result, dtype in zip(graph.results, dtypes, strict=True))
+    return replace(graph, results=results)
+
+
+def _stored_dtypes(call: Call, graph: Graph) -> tuple[DType, ...]:
+    """The dtype of each gradient that `graph` computes: its operand's, but wide if a batch is yet to be summed."""
+    names = [result.name.removeprefix("d_") for result in graph.results]
+    return tuple(call.matrix_dtype if name == ACCUM else _stored_dtype(call, name) for name in names)
+
+
+def _stored_dtype(call: Call, name: str) -> DType:
+    like = call.likes[call.positions[name]]
+    assert like is not None
+    axes = next(p.axes for p in call.op.graph.parameters if p.name == name)
+    rank = {Axes.SCALAR: 0, Axes.TILE: 2}.get(axes, 1)
+    is_shared = call.extents.batched and len(like.shape) <= rank
+    return call.wide if is_shared else dtype_of(like.dtype)
+
+
+def _fitted(gradient: Tensor | None, like: Like | None) -> Tensor:
+    """`gradient` (None: zero) in the shape and dtype of `like`, summed over a batch that the argument is shared by."""
+    assert like is not None
+    if gradient is None:
+        return like.zeros()
+    rank = len(like.shape)
+    if gradient.dim() > rank or (gradient.dim() == rank and gradient.shape != like.shape):
         gradient = gradient.sum(0)
-    return gradient.reshape(operand.shape).to(operand.dtype)
+    return gradient.reshape(like.shape).to(like.dtype)
 
 
-def _dgrad(d_accum: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """dA = d_accum @ B^T, summed over the batch where A is shared by it."""
-    gradient = d_accum @ B.to(d_accum.dtype).mT
-    return _fitted(gradient, A)
+def _dgrad(d_accum: Tensor, B: Tensor | float | None) -> Tensor:
+    """dA = d_accum @ B^T."""
+    assert isinstance(B, Tensor)
+    return d_accum @ B.to(d_accum.dtype).mT
 
 
-def _wgrad(d_accum: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """dB = A^T @ d_accum, summed over the batch where B is shared by it."""
+def _wgrad(d_accum: Tensor | None, A: Tensor | float | None, like: Like | None) -> Tensor:
+    """dB = A^T @ d_accum in B's memory order, summed over the batch where B is shared by it."""
+    if d_accum is None:
+        return _fitted(None, like)
+    assert isinstance(A, Tensor) and like is not None
     A = A.to(d_accum.dtype)
-    if B.dim() == 2 and A.dim() == 3:  # one GEMM over all rows of all batches
+    if len(like.shape) == 2 and A.dim() == 3:  # one GEMM over all rows of all batches
         A, d_accum = A.reshape(-1, A.shape[-1]), d_accum.reshape(-1, d_accum.shape[-1])
-    return _fitted(A.mT @ d_accum, B)
+    gradient = (d_accum.mT @ A).mT if like.is_column_major else A.mT @ d_accum
+    return _fitted(gradient, like)
 
 
-def explain(op: EpilogueOp, wants: Iterable[str] | None = None, matrix_dtype: DType = DType.BF16) -> str:
+def explain(op: EpilogueOp, save: Save, wants: Iterable[str] | None = None, matrix_dtype: DType = DType.BF16) -> str:
     """The backward plan of an op as text.
 
     Args:
         wants: "accum" and operand names; None for all.
+
+    Raises:
+        NoBackward: no result has a derivative.
     """
     graph = op.graph
     names = [ACCUM, *(p.name for p in graph.parameters)] if wants is None else wants
-    save = op._differentiate.keywords["save"] if isinstance(op._differentiate, functools.partial) else "auto"
-    return _plan(graph, frozenset(names), None, matrix_dtype, save).explain()
+    return plan_backward(graph, names, save=save, tile_dtype=matrix_dtype).explain()
