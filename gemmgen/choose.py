@@ -43,9 +43,11 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (2, 1)),
     _sm90(256, 128, "cooperative", (2, 1)),
     _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
+    _sm90(256, 192, "cooperative", (1, 2)),
     _sm90(128, 192, "cooperative", (2, 1)),
     _sm90(128, 128, "cooperative", (1, 2)),
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
+    _sm90(128, 192, "pingpong", (2, 1)),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
@@ -103,7 +105,8 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    is_simple = kinds.count(Kind.TILE) <= 1 and not reduces and vectors <= 1
+    most = 1 if config.epilogue_tile else 2  # the automatic epilogue tile is narrower than the ones named here
+    is_simple = kinds.count(Kind.TILE) <= most and vectors <= most and not reduces
     return accums <= (192 if is_simple else 128)
 
 
@@ -128,8 +131,13 @@ def _swizzled(extents: Extents, config: GemmConfig) -> GemmConfig:
 
 def rejections(signature: Signature, arch: Arch, family: str) -> list[str]:
     """Why no config of `family` runs the problem: each distinct reason."""
-    reasons = [REJECT[family](signature, config, arch) for config in candidates(signature, arch, family)]
+    configs = candidates(signature, arch, family) or [_sm80_probe()]  # that family lists legal configs only
+    reasons = [REJECT[family](signature, config, arch) for config in configs]
     return list(dict.fromkeys(reason for reason in reasons if reason)) or [f"{family} has no mainloop for it"]
+
+
+def _sm80_probe() -> GemmConfig:
+    return GemmConfig("sm80", (128, 128, 64), kernel_schedule="multistage", stages=2, warp_shape=(64, 64, 64))
 
 
 def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int) -> float:
