@@ -62,7 +62,7 @@ class EpilogueOp:
         return f"{self.name}({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(self.graph)}"
 
     def _define(self) -> None:
-        outs = [f"Tensor({chr(97 + i)}!) out{i}" for i in range(len(self.graph.results))]
+        outs = [f"Tensor(a{i}!) out{i}" for i in range(len(self.graph.results))]
         _library.define(self.schema, tags=torch.Tag.pt2_compliant_tag)
         arguments = ", ".join(["Tensor A", "Tensor B", *self._operands.texts, "*", *outs])
         _library.define(f"{self.name}.out({arguments}) -> ()", tags=torch.Tag.pt2_compliant_tag)
