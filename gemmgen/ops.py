@@ -24,8 +24,9 @@ from gemmgen.evaluate import TORCH_DTYPES, evaluate
 from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes
 from gemmgen.operand_schema import OperandSchema
+from gemmgen.plan import Operands
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_axes, result_dtype
-from gemmgen.runtime import Operands, PointwiseRunner, Runner
+from gemmgen.runtime import PointwiseRunner, Runner
 
 NAMESPACE = "gemmgen"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -110,7 +111,7 @@ class EpilogueOp:
         a, dtypes = self._checked(A, B, operands, out_dtype)
         compute = torch.float64 if a is DType.F64 else torch.float32
         results = self._evaluated(A, B, operands, dtypes, compute)
-        return [_owned(result, (A, B, *operands.values())) for result in results]
+        return _owned(results, (A, B, *operands.values()))
 
     def reference(self, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
         """The results in float64, unrounded."""
@@ -236,7 +237,7 @@ class ElementwiseOp:
         dtypes = {result.name: dtype for result, dtype in zip(self.graph.results, self._dtypes, strict=True)}
         values = evaluate(self.graph, shape, shaped, dtypes, compute)
         results = [values[result.name].reshape(extents.shape(result_axes(result))) for result in self.graph.results]
-        return returned([_owned(result, tensors) for result in results])
+        return returned(_owned(results, tensors))
 
     def _fake(self, M: int, N: int, L: int, batched: bool, *flat: Tensor | float | None) -> object:
         extents, device = Extents(M, N, 0, L, batched), _device_of(flat)
@@ -432,10 +433,13 @@ def broadcastable(
     return shaped
 
 
-def _owned(result: Tensor, inputs: Sequence[object]) -> Tensor:
-    """A contiguous result that shares no memory with an input, as torch asks of an op."""
-    shares = _overlaps(result, inputs)
-    return result.clone(memory_format=torch.contiguous_format) if shares else result.contiguous()
+def _owned(results: Sequence[Tensor], inputs: Sequence[object]) -> list[Tensor]:
+    """Contiguous results that share no memory with an input or with each other, as torch asks of an op."""
+    owned: list[Tensor] = []
+    for result in results:
+        shares = _overlaps(result, (*inputs, *owned))
+        owned.append(result.clone(memory_format=torch.contiguous_format) if shares else result.contiguous())
+    return owned
 
 
 def _tile_dtype(graph: Graph, outs: Sequence[Tensor]) -> torch.dtype | None:
