@@ -22,7 +22,7 @@ from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward
 from gemmgen.evaluate import TORCH_DTYPES
-from gemmgen.ir.graph import Graph, Parameter
+from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes, Op
 from gemmgen.ops import (
     ElementwiseOp,
@@ -74,7 +74,7 @@ def differentiated(stages: Sequence[Stage], args: Flat, out_dtype: torch.dtype |
         out_dtype: of the last stage.
     """
     calls = planned(stages, args, out_dtype)
-    if calls[-1].plan is None:
+    if calls[-1].prepared is None:
         with torch._C._AutoDispatchBelowAutograd():
             return returned(_run(calls, args, out_dtype)[0])
     return returned(apply_at_one_level(_Differentiable, calls, out_dtype, *args, *_links(calls, args)))
@@ -103,13 +103,27 @@ class Like:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
+@dataclass(frozen=True, eq=False)  # there is one for each plan, and it is looked up by identity
+class Prepared:
+    """A plan, and what follows from it.
+
+    Attributes:
+        forward_op: computes the results, then the tiles that the backward needs.
+        reads: the operands that the backward reads.
+    """
+
+    plan: BackwardPlan
+    forward_op: EpilogueOp
+    reads: frozenset[str]
+    reruns_mainloop: bool
+
+
 @dataclass(frozen=True)
 class Call:
     """One differentiated call of an op.
 
     Attributes:
-        plan: None where nothing here needs a gradient, or no result can carry one.
-        forward_op: computes the results, then the tiles that the backward needs.
+        prepared: None where nothing here needs a gradient, or no result can carry one.
         extents: of the tile.
         matrix_dtype: that the gradient of accum is stored in: A's, bf16 for 8-bit A.
         likes: for A, B and the operands' arguments; None for numbers, and for an A that another call makes.
@@ -117,12 +131,21 @@ class Call:
     """
 
     op: EpilogueOp
-    plan: BackwardPlan | None
-    forward_op: EpilogueOp
+    prepared: Prepared | None
     extents: Extents
     matrix_dtype: DType
     likes: tuple[Like | None, ...]
     kept: tuple[bool, ...]
+
+    @property
+    def plan(self) -> BackwardPlan:
+        """The plan of a call that has one."""
+        assert self.prepared is not None
+        return self.prepared.plan
+
+    @property
+    def forward_op(self) -> EpilogueOp:
+        return self.prepared.forward_op if self.prepared else self.op
 
     @property
     def positions(self) -> dict[str, int]:
@@ -155,7 +178,7 @@ def planned(stages: Sequence[Stage], args: Flat, out_dtype: torch.dtype | None) 
         needs = (needs_A, *map(_requires_grad, own))
         calls.append(_planned(stage, extents, a, likes, needs, out_dtype if stage is stages[-1] else None))
         graph = stage.op.graph_for(_accum_of(a))
-        a, needs_A = result_dtype(graph.results[0], a, None), calls[-1].plan is not None
+        a, needs_A = result_dtype(graph.results[0], a, None), calls[-1].prepared is not None
     return tuple(calls)
 
 
@@ -167,16 +190,15 @@ def _planned(
     needs: tuple[bool, ...],
     out_dtype: torch.dtype | None,
 ) -> Call:
-    op, matrix_dtype = stage.op, DType.BF16 if a in EIGHT_BIT else a
-    unplanned = Call(op, None, op, extents, matrix_dtype, likes, (False,) * len(likes))
-    wants = unplanned.wants(needs)
-    stored = dtype_of(out_dtype) if out_dtype else None
-    plan = _plan(op.graph_for(_accum_of(a)), frozenset(wants), stored, matrix_dtype, stage.save) if wants else None
-    if plan is None:
-        return unplanned
-    read, reruns = {unplanned.positions[name] for name in _read(plan, op.graph.parameters)}, plan.reruns_mainloop
+    matrix_dtype = DType.BF16 if a in EIGHT_BIT else a
+    call = Call(stage.op, None, extents, matrix_dtype, likes, (False,) * len(likes))
+    wants, stored = frozenset(call.wants(needs)), dtype_of(out_dtype) if out_dtype else None
+    prepared = _prepared(stage, _accum_of(a), wants, stored, matrix_dtype) if wants else None
+    if prepared is None:
+        return call
+    read, reruns = {call.positions[name] for name in prepared.reads}, prepared.reruns_mainloop
     kept = (needs[1] or reruns, needs[0] or reruns, *(at in read for at in range(2, len(likes))))
-    return replace(unplanned, plan=plan, forward_op=_forward_op(op, plan, matrix_dtype), kept=kept)
+    return replace(call, prepared=prepared, kept=kept)
 
 
 def _accum_of(a: DType) -> DType:
@@ -198,10 +220,11 @@ def _split(ops: Iterable[EpilogueOp], flat: Sequence[T]) -> list[tuple[T, ...]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    graph: Graph, wants: frozenset[str], out_dtype: DType | None, matrix_dtype: DType, save: Save
-) -> BackwardPlan | None:
-    """The plan, or None where no result carries a gradient to what is wanted."""
+def _prepared(
+    stage: Stage, accum: DType, wants: frozenset[str], out_dtype: DType | None, matrix_dtype: DType
+) -> Prepared | None:
+    """The plan of `stage`, or None where no result carries a gradient to what is wanted."""
+    graph = stage.op.graph_for(accum)
     if out_dtype is not None:
         results = tuple(
             r if r.dtype is not None or r.is_reduction else replace(r, dtype=out_dtype) for r in graph.results
@@ -209,15 +232,12 @@ def _plan(
         graph = replace(graph, results=results)
     if not backward.differentiable(graph, wants):
         return None
-    return plan_backward(graph, wants, save=save, tile_dtype=matrix_dtype)
+    plan = plan_backward(graph, wants, save=stage.save, tile_dtype=matrix_dtype)
+    loaded = {node.attr for part in (*plan.passes, plan.backward) for node in part.nodes() if node.op is Op.LOAD}
+    reads = frozenset(p.name for p in graph.parameters if p.name in loaded)
+    return Prepared(plan, _forward_op(stage.op, plan, matrix_dtype), reads, plan.reruns_mainloop)
 
 
-@functools.lru_cache(maxsize=1024)
-def _restricted(plan: BackwardPlan, wants: tuple[str, ...], arrived: tuple[str, ...]) -> BackwardPlan:
-    return plan.restricted(wants, arrived)
-
-
-@functools.lru_cache(maxsize=1024)
 def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> EpilogueOp:
     forward = plan.forward
     if forward is plan.graph:
@@ -226,14 +246,6 @@ def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> Epil
     results = tuple(replace(r, dtype=r.dtype or matrix_dtype) if r.name in saved else r for r in forward.results)
     named = replace(forward, name=f"{op.graph.name}_train", results=results)
     return register({DType.F32: named, DType.I32: named}, op.runner.config)
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(plan: BackwardPlan, operands: tuple[Parameter, ...]) -> frozenset[str]:
-    """The operands that the backward reads."""
-    graphs = (*plan.passes, plan.backward)
-    loaded = {node.attr for graph in graphs for node in graph.nodes() if node.op is Op.LOAD}
-    return frozenset(p.name for p in operands if p.name in loaded)
 
 
 # Autograd
@@ -248,21 +260,21 @@ class _Differentiable(_SingleLevelFunction):
         args, links = given[:count], given[count:]
         with below_autograd():
             results, memories = _run(calls, args, out_dtype)
-        graph = _plan_of(calls[-1]).graph
+        graph = calls[-1].plan.graph
         results = results[: len(graph.results)]
         ctx.calls, ctx.count = calls, count
         ctx.numbers = [tuple(None if isinstance(x, Tensor) else x for x in memory) for memory in memories]
         ctx.set_materialize_grads(False)
         tensors = [x if isinstance(x, Tensor) else None for memory in memories for x in memory]
         ctx.save_for_backward(*tensors, *links)
-        carriers = _plan_of(calls[-1]).cotangents
+        carriers = calls[-1].plan.cotangents
         ctx.mark_non_differentiable(*(t for r, t in zip(graph.results, results, strict=True) if r.name not in carriers))
         return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         calls: tuple[Call, ...] = ctx.calls
-        plan = _plan_of(calls[-1])
+        plan = calls[-1].plan
         arrived = {
             r.name: cotangent
             for r, cotangent in zip(plan.graph.results, cotangents, strict=True)
@@ -278,11 +290,6 @@ class _Differentiable(_SingleLevelFunction):
         memories = _recalled(calls, tensors, ctx.numbers)
         gradients = _gradients(calls, memories, arrived, ctx.needs_input_grad[2 : 2 + ctx.count])
         return (None, None, *gradients, *rest)
-
-
-def _plan_of(call: Call) -> BackwardPlan:
-    assert call.plan is not None
-    return call.plan
 
 
 def _links(calls: Sequence[Call], args: Flat) -> list[Tensor]:
@@ -315,7 +322,7 @@ def _listed(results: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _saved(call: Call, results: Sequence[Tensor]) -> list[Tensor]:
-    if call.plan is None:
+    if call.prepared is None:
         return []
     names = [result.name for result in call.forward_op.graph.results]
     return [results[names.index(saved.result)] for saved in call.plan.saved]
@@ -362,7 +369,7 @@ def _needed(calls: Sequence[Call], needs: Sequence[bool]) -> list[tuple[bool, ..
     needed, needs_A = [], needs[0]
     for call, own in zip(calls, _split([call.op for call in calls], needs[1:]), strict=True):
         needed.append((needs_A, *own))
-        needs_A = call.plan is not None and any(needed[-1])
+        needs_A = call.prepared is not None and any(needed[-1])
     return needed
 
 
@@ -387,9 +394,9 @@ def _behind(
     """The gradients of `previous`, whose first result is A of `call`: in the epilogue of the dgrad GEMM if possible."""
     if ACCUM not in computed:
         return {}
-    name = _plan_of(previous).graph.results[0].name
-    plan = _restricted(_plan_of(previous), wants, (name,))
-    fused = _fused(plan, name, _stored_dtypes(previous, plan.backward))
+    name = previous.plan.graph.results[0].name
+    part = _part(previous.prepared, wants, (name,))
+    fused = _fused(part, name, _stored_dtypes(previous, part.plan.backward))
     if fused is None:
         return _elementwise(previous, wants, {name: _dgrad(computed[ACCUM], memory[1])}, remembered)
     d_accum, B = computed[ACCUM], memory[1]
@@ -399,14 +406,35 @@ def _behind(
     return _named(fused.graph, fused.overload(d_accum, B.to(d_accum.dtype).mT, *flat))
 
 
+@dataclass(frozen=True, eq=False)  # as Prepared
+class Part:
+    """A plan for the gradients that are needed, from the cotangents that arrived.
+
+    Attributes:
+        aliases: gradients that are a cotangent, unchanged: the result whose.
+        rest: computes the others.
+    """
+
+    plan: BackwardPlan
+    aliases: Mapping[str, str]
+    rest: Graph
+    reruns_mainloop: bool
+
+
 @functools.lru_cache(maxsize=1024)
-def _fused(plan: BackwardPlan, cotangent: str, dtypes: tuple[DType, ...]) -> EpilogueOp | None:
+def _part(prepared: Prepared, wants: tuple[str, ...], arrived: tuple[str, ...]) -> Part:
+    plan = prepared.plan.restricted(wants, arrived)
+    return Part(plan, plan.aliases, plan.without_aliases(), plan.reruns_mainloop)
+
+
+@functools.lru_cache(maxsize=1024)
+def _fused(part: Part, cotangent: str, dtypes: tuple[DType, ...]) -> EpilogueOp | None:
     """The dgrad GEMM with the plan's backward as its epilogue; None where that cannot be."""
+    plan = part.plan
     if plan.passes or not plan.backward.results:
         return None
-    plan = replace(plan, backward=replace(plan.backward, accum=DType.F32))  # that of the GEMM it moves to
-    try:
-        graph = fused_into_dgrad(plan, f"d_{cotangent}")
+    try:  # with the accumulator of the GEMM that it moves to
+        graph = fused_into_dgrad(replace(plan, backward=replace(plan.backward, accum=DType.F32)), f"d_{cotangent}")
     except NoBackward:
         return None
     graph = replace(_stored_as(graph, dtypes), name=f"{plan.graph.name}_dgrad")
@@ -415,13 +443,14 @@ def _fused(plan: BackwardPlan, cotangent: str, dtypes: tuple[DType, ...]) -> Epi
 
 def _elementwise(call: Call, wants: tuple[str, ...], arrived: Mapping[str, Tensor], memory: Memory) -> Gradients:
     """Gradients by passes over the tile, from the cotangents that arrived, by result."""
-    plan = _restricted(_plan_of(call), wants, tuple(arrived))
+    part = _part(call.prepared, wants, tuple(arrived))
     known = {**_known(call, memory), **{f"d_{name}": cotangent for name, cotangent in arrived.items()}}
-    for each in _passes(plan, call.wide):
+    for each in _passes(part, call.wide):
         known.update(zip((r.name for r in each.graph.results), _over_tile(each, call, known), strict=True))
-    gradients = {name: arrived[result].to(TORCH_DTYPES[call.matrix_dtype]) if name == ACCUM else arrived[result]
-                 for name, result in plan.aliases.items()}  # fmt: skip
-    last = _last_pass(plan, _stored_dtypes(call, plan.without_aliases()))
+    gradients = {name: arrived[result] for name, result in part.aliases.items()}
+    if ACCUM in gradients:
+        gradients[ACCUM] = gradients[ACCUM].to(TORCH_DTYPES[call.matrix_dtype])
+    last = _last_pass(part, _stored_dtypes(call, part.rest))
     if isinstance(last, ElementwiseOp):
         gradients |= _named(last.graph, _over_tile(last, call, known))
     elif last is not None:
@@ -432,7 +461,7 @@ def _elementwise(call: Call, wants: tuple[str, ...], arrived: Mapping[str, Tenso
 def _known(call: Call, memory: Memory) -> dict[str, Tensor | float]:
     """Operands and saved tiles by name, as far as they were kept."""
     known = {name: memory[at + (call.likes[at] is None)] for name, at in call.positions.items()}  # a number is beside
-    known |= {s.name: t for s, t in zip(_plan_of(call).saved, memory[len(call.likes) :], strict=True)}
+    known |= {s.name: t for s, t in zip(call.plan.saved, memory[len(call.likes) :], strict=True)}
     return {name: value for name, value in known.items() if value is not None}
 
 
@@ -449,17 +478,17 @@ def _named(graph: Graph, results: Tensor | Sequence[Tensor]) -> Gradients:
 
 
 @functools.lru_cache(maxsize=1024)
-def _passes(plan: BackwardPlan, wide: DType) -> tuple[ElementwiseOp, ...]:
-    return tuple(register_elementwise(_stored_as(each, (wide,) * len(each.results))) for each in plan.passes)
+def _passes(part: Part, wide: DType) -> tuple[ElementwiseOp, ...]:
+    return tuple(register_elementwise(_stored_as(each, (wide,) * len(each.results))) for each in part.plan.passes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _last_pass(plan: BackwardPlan, dtypes: tuple[DType, ...]) -> ElementwiseOp | EpilogueOp | None:
+def _last_pass(part: Part, dtypes: tuple[DType, ...]) -> ElementwiseOp | EpilogueOp | None:
     """What computes the gradients that are not the cotangents themselves."""
-    graph = _stored_as(plan.without_aliases(), dtypes)
+    graph = _stored_as(part.rest, dtypes)
     if not graph.results:
         return None
-    return register({DType.F32: graph, DType.I32: graph}) if plan.reruns_mainloop else register_elementwise(graph)
+    return register({DType.F32: graph, DType.I32: graph}) if part.reruns_mainloop else register_elementwise(graph)
 
 
 def _stored_as(graph: Graph, dtypes: tuple[DType, ...]) -> Graph:
