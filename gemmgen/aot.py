@@ -5,16 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemmgen import choose, jit, pipeline, pointwise
+from gemmgen import choose, jit, ways
 from gemmgen.arch import Arch, arch_named, arch_of_capability
 from gemmgen.bind import Binding
-from gemmgen.dtypes import DType
+from gemmgen.device import Target, absent_target, current_index, target_of
 from gemmgen.errors import UnsupportedArch
 from gemmgen.ir.text import to_text
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.ops import EpilogueOp
-from gemmgen.runtime import Operands, bind_call, build_first
+from gemmgen.plan import Operands, finish_texts, pointwise_text
+from gemmgen.runtime import bind_call
 from gemmgen.source import KernelSource
+from gemmgen.ways import Fused, Selection
+
+MAX_LISTED = 8
 
 
 def arch_for(name: str | None) -> Arch:
@@ -30,24 +34,37 @@ def arch_for(name: str | None) -> Arch:
     return arch_of_capability(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 
+def _target(arch: Arch) -> Target:
+    """The current GPU where it is of `arch`, else one of that kind that is not here."""
+    if torch.cuda.is_available():
+        here = target_of(torch.device("cuda", current_index()))
+        if here.arch == arch:
+            return here
+    return absent_target(arch)
+
+
 def source(
     op: EpilogueOp, A: Tensor, B: Tensor, operands: Operands, arch: str | None, out_dtype: torch.dtype | None
 ) -> KernelSource:
     """The CUDA text of the fused kernel of a call with such tensors."""
     binding, target = bind_call(op.graph_for, A, B, operands, out_dtype), arch_for(arch)
-    return pipeline.kernel_source(binding, op.runner.config or _best(binding, target).config, target)
+    return _fused_ways(op, binding, target)[0].source(binding, target)
 
 
 def build(
     op: EpilogueOp, A: Tensor, B: Tensor, operands: Operands, arch: str | None, out_dtype: torch.dtype | None
 ) -> BuiltKernel:
-    """Compile the fused kernel of a call with such tensors, and what finishes its reductions, into the cache."""
+    """Compile the fused kernel of a call with such tensors, and the small kernels beside it, into the cache."""
     binding, target = bind_call(op.graph_for, A, B, operands, out_dtype), arch_for(arch)
-    ranked = [choice.config for choice in choose.ranked(binding.signature, binding.extents, target)]
-    _, built = build_first(binding, [op.runner.config] if op.runner.config else ranked, target)
-    for text in _finish_texts(binding):
+    built = ways.first_built(_fused_ways(op, binding, target), binding, target)
+    for text in (*finish_texts(binding), pointwise_text(binding)):
         jit.build_module(text, target)
     return built
+
+
+def _fused_ways(op: EpilogueOp, binding: Binding, arch: Arch) -> list[Fused]:
+    selection = ways.select(binding, absent_target(arch), op.runner.config)
+    return [way for way in selection.ways if isinstance(way, Fused)]
 
 
 def explain_graph(op: EpilogueOp) -> str:
@@ -69,7 +86,7 @@ def explain(
         return "\n".join([*lines, "nothing is launched: the result is empty"])
     if extents.K == 0:
         return "\n".join([*lines, "the pointwise kernel runs alone: K is 0, so accum is 0"])
-    return "\n".join(lines + _choices(op, binding, target))
+    return "\n".join(lines + _choices(op, binding, _target(target)))
 
 
 def _readings(binding: Binding) -> list[str]:
@@ -86,29 +103,20 @@ def _readings(binding: Binding) -> list[str]:
     return lines
 
 
-def _choices(op: EpilogueOp, binding: Binding, target: Arch) -> list[str]:
-    config = op.runner.config
-    if config is not None:
-        return [f"fused kernel {config.label}: the config given to Gemm"]
-    ranked = choose.ranked(binding.signature, binding.extents, target)
-    lines = [f"fused kernel {ranked[0].config.label}: the fastest by the model (no measurement)"]
-    lines += [f"  {choice.time_us:9.1f} us  {choice.config.label}" for choice in ranked[:6]]
-    preferred = target.families[0]
-    if ranked[0].config.family != preferred:
-        reasons = choose.rejections(binding.signature, target, preferred)
-        lines.append(f"not {preferred}: {reasons[0]}")
-    return lines
+def _choices(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
+    selection = ways.select(binding, target, op.runner.config)
+    first = selection.ways[0]
+    title = f"fused kernel {first.config.label}" if isinstance(first, Fused) else "unfused: a kernel after cuBLAS"
+    notes = [*selection.notes, *_why_not_preferred(selection, binding, target)]
+    return [f"{title}: {selection.why}", *_table(selection), *notes]
 
 
-def _best(binding: Binding, arch: Arch) -> choose.Ranked:
-    return choose.ranked(binding.signature, binding.extents, arch)[0]
+def _table(selection: Selection) -> list[str]:
+    return [f"  {timed.time_us:9.1f} us  {timed.way.label}" for timed in selection.table[:MAX_LISTED]]
 
 
-def _finish_texts(binding: Binding) -> list[str]:
-    texts = []
-    for output, result, dtype in zip(binding.outputs, binding.graph.results, binding.dtypes, strict=True):
-        if output.reduce is not None:
-            texts.append(pointwise.render_finish(output.reduce, dtype))
-            if result.node.attr == "MN":
-                texts.append(pointwise.render_finish(output.reduce, DType.F32))
-    return texts
+def _why_not_preferred(selection: Selection, binding: Binding, target: Target) -> list[str]:
+    preferred = target.arch.families[0]
+    if any(isinstance(way, Fused) and way.config.family == preferred for way in selection.ways):
+        return []
+    return [f"not {preferred}: {choose.rejections(binding.signature, target.arch, preferred)[0]}"]

@@ -7,21 +7,33 @@ its memory time, plus the part of the epilogue that no mainloop hides. Its const
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gemmgen.arch import Arch
 from gemmgen.config import GemmConfig
+from gemmgen.dtypes import DType
 from gemmgen.errors import IllegalConfig
 from gemmgen.lower import sm80, sm90, sm100
 from gemmgen.problem import FP8, Extents
-from gemmgen.signature import Kind, Signature
+from gemmgen.signature import Kind, Output, Signature
 
 CLOCK_GHZ = 1.7  # under load
 MACS_PER_CLOCK = 2048  # of one SM, 16-bit inputs
 MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
-SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2
+SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
+SM_PEAK_BYTES_PER_CLOCK = 66  # when few do
+IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
 LAUNCH_CYCLES = 4000
+CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
+TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
+STREAM_K_DOUBT = 1.1  # its fractional waves are a hope of the model
+EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
+
+# torch's product and the pointwise kernel
+PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
+PRODUCT_SIMT_MACS_PER_CLOCK = 110
+TMA_BYTES = 16
 
 Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
 REJECT: dict[str, Rejector] = {
@@ -32,10 +44,16 @@ REJECT: dict[str, Rejector] = {
 
 
 def _sm90(
-    m: int, n: int, schedule: str, cluster: tuple[int, int], epilogue: tuple[int, int] | None = None
+    m: int,
+    n: int,
+    schedule: str,
+    cluster: tuple[int, int] = (1, 1),
+    epilogue: tuple[int, int] | None = None,
+    split_k: int | None = None,
 ) -> GemmConfig:
     raster = "N" if cluster[0] > 1 else "M" if cluster[1] > 1 else "heuristic"  # neighbours in time share an operand
-    return GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster=raster)
+    config = GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster=raster)
+    return replace(config, scheduler="stream_k", split_k=split_k) if split_k else config
 
 
 # tile k is given for 16-bit inputs; `_scaled_k` adapts it to the bytes of a K line
@@ -51,8 +69,35 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
-    _sm90(64, 64, "pingpong", (1, 1)),
-    _sm90(64, 32, "pingpong", (1, 1)),
+    _sm90(64, 64, "pingpong"),
+    _sm90(64, 32, "pingpong"),
+    # few rows: as many CTAs as there are SMs, each with its share of B
+    _sm90(64, 224, "pingpong"),
+    _sm90(64, 112, "pingpong"),
+    _sm90(64, 96, "pingpong"),
+    _sm90(64, 48, "pingpong"),
+    _sm90(64, 16, "pingpong"),
+    # few tiles, long K: split_k 1 is stream-K
+    *(_sm90(128, n, "cooperative", split_k=split_k) for n in (64, 128) for split_k in (2, 3, 4, 6, 8)),
+    _sm90(128, 128, "cooperative", split_k=1),
+    _sm90(128, 256, "cooperative", (2, 1), split_k=1),
+)
+# worth a measurement: the tuner tries them too
+SM90_FURTHER: tuple[GemmConfig, ...] = (
+    _sm90(128, 256, "cooperative", (1, 2)),
+    _sm90(256, 128, "cooperative", (1, 2)),
+    _sm90(128, 256, "cooperative"),
+    _sm90(256, 192, "cooperative", (2, 1), (128, 64)),
+    _sm90(256, 160, "cooperative", (2, 1)),
+    _sm90(128, 224, "cooperative", (2, 1)),
+    _sm90(128, 192, "pingpong", (1, 2), (64, 64)),
+    _sm90(192, 128, "pingpong", (1, 2)),
+    _sm90(128, 160, "pingpong", (2, 1)),
+    _sm90(128, 128, "pingpong", (2, 1)),
+    _sm90(128, 128, "pingpong"),
+    _sm90(64, 256, "pingpong", (2, 1)),
+    _sm90(64, 128, "pingpong", (2, 1)),
+    _sm90(256, 128, "cooperative", (2, 1), split_k=1),
 )
 SM100_CANDIDATES: tuple[GemmConfig, ...] = (GemmConfig("sm100", (128, 128, 64), (1, 1), "auto"),)
 
@@ -79,16 +124,40 @@ def ranked(signature: Signature, extents: Extents, arch: Arch, sm_count: int | N
         IllegalConfig: no candidate is legal; the message lists the reasons.
     """
     for family in arch.families:
-        legal = [c for c in candidates(signature, arch, family) if REJECT[family](signature, c, arch) is None]
-        roomy = [c for c in legal if has_registers(signature, c)]
-        if signature.math == "simt":  # one chain of K sums is twice as inaccurate as cuBLAS's several
-            roomy = [c for c in legal if c.split_k > 1]
-        if roomy or legal:
-            swizzled = [_swizzled(extents, c) for c in roomy or legal]
-            timed = [Ranked(c, estimate_us(signature, extents, c, sm_count or arch.sm_count)) for c in swizzled]
-            return sorted(timed, key=lambda choice: choice.time_us)
+        if fit := _fitting(signature, candidates(signature, arch, family), arch):
+            return _timed(signature, extents, fit, sm_count or arch.sm_count)
     reasons = [f"{family}: {reason}" for family in arch.families for reason in rejections(signature, arch, family)]
     raise IllegalConfig(f"no kernel of {arch.name} runs this problem\n  " + "\n  ".join(reasons))
+
+
+def worth_measuring(
+    signature: Signature, extents: Extents, arch: Arch, sm_count: int, within: float = 1.7, most: int = 20
+) -> list[Ranked]:
+    """What a tuner should try: `ranked`, further tiles and clusters, and nothing that the model calls hopeless.
+
+    Args:
+        within: how many times slower than the best estimate a candidate may be.
+        most: candidates at most, each tile and schedule once before any second cluster of it.
+    """
+    best = ranked(signature, extents, arch, sm_count)
+    further = [_scaled_k(config, signature) for config in SM90_FURTHER] if best[0].config.family == "sm90" else []
+    more = _timed(signature, extents, _fitting(signature, further, arch), sm_count)
+    pool = sorted([*best, *more], key=lambda choice: choice.time_us)
+    return [choice for choice in pool if choice.time_us <= within * pool[0].time_us][:most]
+
+
+def _fitting(signature: Signature, configs: Sequence[GemmConfig], arch: Arch) -> list[GemmConfig]:
+    """The legal ones; of these the ones that will not spill, where there are any."""
+    legal = [c for c in configs if REJECT[c.family](signature, c, arch) is None]
+    if signature.math == "simt":  # one chain of K sums is twice as inaccurate as cuBLAS's several
+        return [c for c in legal if c.split_k > 1] or legal
+    return [c for c in legal if has_registers(signature, c)] or legal
+
+
+def _timed(signature: Signature, extents: Extents, configs: Sequence[GemmConfig], sm_count: int) -> list[Ranked]:
+    fitted = [fitted_to(extents, config) for config in configs]
+    timed = [Ranked(config, estimate_us(signature, extents, config, sm_count)) for config in fitted]
+    return sorted(timed, key=lambda choice: choice.time_us)
 
 
 def has_registers(signature: Signature, config: GemmConfig) -> bool:
@@ -110,7 +179,7 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     return accums <= (192 if is_simple else 128)
 
 
-def _swizzled(extents: Extents, config: GemmConfig) -> GemmConfig:
+def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
     """`config` with the widest swizzle that pads the grid no further than the cluster does.
 
     CUTLASS rounds the tiles of both axes up to the swizzle times the cluster, and empty tiles take their turn.
@@ -142,24 +211,85 @@ def _sm80_probe() -> GemmConfig:
 
 def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int) -> float:
     """The model's time of one kernel, in microseconds."""
-    tm, tn, tk = config.tile_shape
-    cm, cn = config.cluster_shape
-    bytes_per_element = signature.a.dtype.bytes
-    tiles_m, tiles_n = _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
-    tiles = tiles_m * tiles_n * extents.L * config.split_k
-    active = min(tiles, sm_count)
-    waves = math.ceil(tiles / sm_count)
-    k = math.ceil(extents.K / tk / config.split_k) * tk
-    macs = _rate(signature, config)
-    compute = tm * tn * k / macs
-    traffic = k * (tm / cn + tn / cm) * bytes_per_element
-    memory = traffic / min(SM_BYTES_PER_CLOCK * 1.5, SM_BYTES_PER_CLOCK * sm_count / active * 1.0)
-    dram = (extents.M + extents.N) * extents.K * extents.L * bytes_per_element / MEMORY_BYTES_PER_CLOCK
+    return _cycles(signature, extents, config, sm_count, _rate(signature, config)) / (CLOCK_GHZ * 1e3)
+
+
+def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int, macs_per_clock: float) -> float:
+    tiles, resident = _tiles(extents, config), _resident(config, sm_count)
+    steps = math.ceil(extents.K / config.tile_shape[2])
+    active = min(tiles * (config.split_k if config.scheduler != "stream_k" or config.split_k > 1 else steps), resident)
+    step = _step_cycles(signature, extents, config, active, sm_count, macs_per_clock)
     epilogue = _epilogue_cycles(signature, config)
+    dram = (extents.M + extents.N) * extents.K * extents.L * signature.a.dtype.bytes / MEMORY_BYTES_PER_CLOCK
+    if config.scheduler == "stream_k":
+        return LAUNCH_CYCLES + CLEAR_CYCLES + max(_splitting_cycles(config, tiles, active, steps, step, epilogue), dram)
+    waves = math.ceil(tiles / resident)
     hidden = config.kernel_schedule.startswith("pingpong") and waves > 1
-    per_tile = max(compute, memory) + (0.15 * epilogue if hidden else epilogue)
-    cycles = LAUNCH_CYCLES + max(waves * per_tile, dram) + (epilogue if hidden else 0)
-    return cycles / (CLOCK_GHZ * 1e3)
+    per_tile = steps * step + (0.15 * epilogue if hidden else epilogue)
+    return LAUNCH_CYCLES + max(waves * per_tile, dram) + (epilogue if hidden else 0)
+
+
+def _tiles(extents: Extents, config: GemmConfig) -> int:
+    (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
+    return _rounded(math.ceil(extents.M / tm), cm) * _rounded(math.ceil(extents.N / tn), cn) * extents.L
+
+
+def _resident(config: GemmConfig, sm_count: int) -> int:
+    """CTAs at work at once: whole clusters only."""
+    size = config.cluster_shape[0] * config.cluster_shape[1]
+    return max(1, sm_count // size) * size
+
+
+def _step_cycles(
+    signature: Signature, extents: Extents, config: GemmConfig, active: int, sm_count: int, macs_per_clock: float
+) -> float:
+    """One k tile of the mainloop: the slower of its tensor cores and its loads, where `active` CTAs load at once."""
+    (tm, tn, tk), (cm, cn) = config.tile_shape, config.cluster_shape
+    rows, columns = min(tm, extents.M), min(tn, extents.N)  # nothing is loaded beyond the edges
+    in_flight = IN_FLIGHT_BYTES_PER_CLOCK * (rows + columns) / (tm + tn)
+    loads = min(SM_PEAK_BYTES_PER_CLOCK, SM_BYTES_PER_CLOCK * sm_count / active, in_flight)
+    return max(tm * tn * tk / macs_per_clock, tk * (rows / cn + columns / cm) * signature.a.dtype.bytes / loads)
+
+
+def _splitting_cycles(
+    config: GemmConfig, tiles: int, active: int, steps: int, step: float, epilogue: float
+) -> float:
+    """A kernel that splits K: CTAs of one tile add their partial sums in turn, through memory."""
+    tm, tn, _ = config.tile_shape
+    turn = 2 * 4 * tm * tn / SM_BYTES_PER_CLOCK + TURN_CYCLES
+    if config.split_k > 1:
+        waves = math.ceil(tiles * config.split_k / active)
+        return waves * math.ceil(steps / config.split_k) * step + (config.split_k - 1) * turn + epilogue
+    waves = math.ceil(tiles / active)
+    sharing = max(2, math.ceil(active / tiles))  # CTAs that work on a tile which is cut
+    return STREAM_K_DOUBT * (tiles * steps / active * step + (sharing - 1) * turn + waves * epilogue)
+
+
+PRODUCT_CONFIGS = tuple(
+    _sm90(m, n, "cooperative", split_k=split_k)
+    for m, n in ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
+    for split_k in (None, 2, 4, 8)
+)
+
+
+def estimate_split_us(signature: Signature, extents: Extents, sm_count: int) -> float:
+    """The model's time of torch's product into a wide accumulator in memory, and of the pointwise kernel over it."""
+    bare = replace(signature, inputs=(), outputs=(Output(Kind.TILE, signature.accum),))
+    product = min(
+        _cycles(bare, extents, config, sm_count, _product_rate(signature, config))
+        for config in (_scaled_k(config, signature) for config in PRODUCT_CONFIGS)
+    )
+    elements = extents.M * extents.N * extents.L
+    pointwise = elements * (signature.accum.bytes + _tile_bytes(signature)) / MEMORY_BYTES_PER_CLOCK
+    return (product + LAUNCH_CYCLES + pointwise) / (CLOCK_GHZ * 1e3)
+
+
+def _product_rate(signature: Signature, config: GemmConfig) -> float:
+    if signature.math == "simt":
+        return PRODUCT_SIMT_MACS_PER_CLOCK
+    is_aligned = all(x.alignment * x.dtype.bytes >= TMA_BYTES for x in (signature.a, signature.b))
+    rate = MACS_PER_CLOCK * 2 / signature.a.dtype.bytes * PRODUCT_RATE.get(signature.a.dtype, 1.0)
+    return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6) * (1.0 if is_aligned else 0.5)
 
 
 def _rounded(count: int, multiple: int) -> int:
@@ -167,22 +297,30 @@ def _rounded(count: int, multiple: int) -> int:
 
 
 # share of the tensor cores' rate that a mainloop reaches
-_EFFICIENCY = {(256, 192): 0.93, (128, 256): 0.92, (256, 128): 0.92, (128, 192): 0.92, (128, 128): 0.86,
-               (64, 256): 0.75, (64, 128): 0.70, (64, 64): 0.55, (64, 32): 0.35}
+_EFFICIENCY = {(256, 192): 0.93, (128, 256): 0.92, (256, 128): 0.92, (256, 160): 0.92, (128, 224): 0.92,
+               (128, 192): 0.92, (192, 128): 0.92, (128, 160): 0.89, (128, 128): 0.86,
+               (64, 256): 0.75, (64, 224): 0.74, (64, 128): 0.70, (128, 64): 0.70, (64, 112): 0.66, (64, 96): 0.63,
+               (64, 64): 0.55, (64, 48): 0.45, (64, 32): 0.35, (64, 16): 0.18}
 
 
 def _rate(signature: Signature, config: GemmConfig) -> float:
     rate = MACS_PER_CLOCK * 2 / signature.a.dtype.bytes
     if config.family == "sm80":
         rate *= 0.5 if signature.math != "simt" else 0.06
+    elif signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
+        rate *= EXACT_FP8_RATE
     return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6)
 
 
 def _epilogue_cycles(signature: Signature, config: GemmConfig) -> float:
     tm, tn, _ = config.tile_shape
-    tile_bytes = sum(p.dtype.bytes for p in signature.inputs if p.kind is Kind.TILE)
-    tile_bytes += sum(p.dtype.bytes for p in signature.outputs if p.kind is Kind.TILE)
-    return tm * tn * (tile_bytes / SM_BYTES_PER_CLOCK + 1 / 16) + 500
+    return tm * tn * (_tile_bytes(signature) / SM_BYTES_PER_CLOCK + 1 / 16) + 500
+
+
+def _tile_bytes(signature: Signature) -> int:
+    """Bytes that the epilogue reads and writes for one element of the tile."""
+    loaded = sum(x.dtype.bytes for x in signature.inputs if x.kind is Kind.TILE)
+    return loaded + sum(x.dtype.bytes for x in signature.outputs if x.kind is Kind.TILE)
 
 
 def _scaled_k(config: GemmConfig, signature: Signature) -> GemmConfig:

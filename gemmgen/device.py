@@ -1,0 +1,75 @@
+"""What planning and launching ask of a CUDA device. The only module that does, so that tests can stand in for one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from gemmgen.arch import Arch, arch_of_capability
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device that plans are made for. `name` is empty for one that is not here."""
+
+    arch: Arch
+    sm_count: int
+    name: str = ""
+
+
+@functools.lru_cache(maxsize=64)
+def target_of(device: torch.device) -> Target:
+    """The target that a CUDA device is."""
+    properties = torch.cuda.get_device_properties(device)
+    arch = arch_of_capability((properties.major, properties.minor), properties.name)
+    return Target(arch, properties.multi_processor_count, properties.name)
+
+
+def absent_target(arch: Arch) -> Target:
+    """A device of `arch` that is not in this machine: for ahead-of-time builds."""
+    return Target(arch, arch.sm_count)
+
+
+def current_index() -> int:
+    """The index of torch's current device."""
+    return torch.cuda.current_device()
+
+
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which `device` is the current one."""
+    return cast("AbstractContextManager[object]", torch.cuda.device(device))
+
+
+def stream_of(index: int) -> int:
+    """torch's current stream on device `index`, as a CUstream."""
+    return _raw_stream()(index)
+
+
+@functools.lru_cache(maxsize=1)
+def _raw_stream() -> Callable[[int], int]:
+    fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without a Stream object for each call
+    return fast or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(maxsize=1)
+def driver_version() -> str:
+    """The version of the NVIDIA driver, empty where there is none."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\d+\.\d+(\.\d+)*", _DRIVER_FILE.read_text().partition("Module")[2]):
+            return found.group()
+    return ""

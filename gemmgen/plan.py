@@ -1,0 +1,352 @@
+"""A plan is everything about a call but its pointers: loaded kernels, strides, what to allocate. A run fills it in.
+
+A run makes no copy that its plan does not name, and never synchronises, so that it can be captured into a CUDA graph.
+What it allocates is its own, from torch's caching allocator, so that calls on several streams share nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemmgen import jit, pipeline, pointwise
+from gemmgen.arch import Arch
+from gemmgen.bind import Binding, EpilogueBinding, MatrixReading, result_shape
+from gemmgen.config import GemmConfig
+from gemmgen.device import Target, stream_of
+from gemmgen.dtypes import DType
+from gemmgen.evaluate import TORCH_DTYPES, round_to
+from gemmgen.jit.build import BuiltKernel
+from gemmgen.signature import Kind, Output, Reduce
+
+RASTER = {"heuristic": 0, "M": 1, "N": 2}
+IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: float("-inf"), Reduce.MIN: float("inf")}
+
+Operands = Mapping[str, "Tensor | float"]
+Product = Callable[[Tensor, Tensor, Tensor], object]
+
+_WORD_BYTES = 8
+_Words = ctypes.c_uint64 * (ctypes.sizeof(jit.Args) // _WORD_BYTES)
+_A_WORD = (jit.Args.a.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
+_B_WORD = (jit.Args.b.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
+
+
+class Load(NamedTuple):
+    """An operand of the epilogue. Its pointer is word `word` of the argument struct."""
+
+    name: str
+    slot: int
+    word: int
+    copied: bool
+
+
+class Store(NamedTuple):
+    """A result. Its pointer, or that of its partials, is word `word` of the argument struct."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    word: int
+    is_reduction: bool
+
+
+class Finish(NamedTuple):
+    """The last step of result `result`: its partials [L, P, X] become the result."""
+
+    result: int
+    module: jit.Module
+    second: jit.Module | None  # reduces N as well, for a result over both axes
+    partials: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a call but its pointers.
+
+    Attributes:
+        way: "fused", "split", or "pointwise" where there is no product to compute.
+        config: of the fused kernel.
+        kernel: the fused kernel, or None where the pointwise `module` does the work.
+        module: the pointwise kernel; None beside a fused kernel and for an empty result.
+        product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
+        args: the argument struct without its pointers.
+    """
+
+    binding: EpilogueBinding
+    way: str
+    args: jit.Args
+    loads: tuple[Load, ...]
+    stores: tuple[Store, ...]
+    finishes: tuple[Finish, ...] = ()
+    config: GemmConfig | None = None
+    kernel: jit.Kernel | None = None
+    workspace_bytes: int = 0
+    module: jit.Module | None = None
+    grid: tuple[int, int, int] = (1, 1, 1)
+    product: Product | None = None
+
+
+# Making plans
+
+
+def fused_plan(binding: Binding, config: GemmConfig, built: BuiltKernel, target: Target) -> Plan:
+    """The plan of a fused kernel, which is loaded into the current context."""
+    kernel = jit.load_kernel(built)
+    args = _filled(binding)
+    for matrix, reading in ((args.a, binding.a), (args.b, binding.b)):
+        matrix.ld, matrix.batch_stride = reading.ld, reading.batch_stride
+    args.sm_count, args.swizzle, args.raster = target.sm_count, config.swizzle, RASTER[config.raster]
+    args.split_k = config.split_k
+    counts = [kernel.partial_count(args, i) if output.reduce else 0 for i, output in enumerate(binding.outputs)]
+    finishes = _finishes(binding, target.arch, counts, args)
+    return Plan(
+        binding, "fused", args, _loads(binding), _stores(binding), finishes,
+        config=config, kernel=kernel, workspace_bytes=kernel.workspace_bytes(args),
+    )  # fmt: skip
+
+
+def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None = None) -> Plan:
+    """The plan of the pointwise kernel, over what `product` accumulates or, without one, over an accum of 0."""
+    extents = binding.extents
+    vector = _vector(binding)
+    args = _filled(binding)
+    way = "pointwise" if product is None else "split"
+    if binding.is_empty:
+        return Plan(binding, way, args, (), _stores(binding))
+    args.a.ld, args.a.batch_stride = extents.N, extents.M * extents.N
+    module = jit.load_module(jit.build_module(pointwise_text(binding), arch))
+    counts = [
+        pointwise.partial_count(output.kind, extents.M, extents.N, vector) if output.reduce else 0
+        for output in binding.outputs
+    ]
+    finishes = _finishes(binding, arch, counts, args)
+    tiles_m, tiles_n = pointwise.grid(extents.M, extents.N, vector)
+    grid = (tiles_m * tiles_n, 1, min(extents.L, pointwise.MAX_GRID_Z))
+    return Plan(
+        binding, way, args, _loads(binding), _stores(binding), finishes, module=module, grid=grid, product=product
+    )
+
+
+def pointwise_text(binding: EpilogueBinding) -> str:
+    """The module of the pointwise kernel of a binding."""
+    return pipeline.pointwise_source(binding, _vector(binding))
+
+
+def _vector(binding: EpilogueBinding) -> int:
+    return min(pointwise.MAX_VECTOR, binding.tile_alignment)
+
+
+def finish_texts(binding: EpilogueBinding) -> list[str]:
+    """The modules that finish the reductions of a binding."""
+    texts = []
+    for output, result, dtype in zip(binding.outputs, binding.graph.results, binding.dtypes, strict=True):
+        if output.reduce is not None:
+            texts.append(pointwise.render_finish(output.reduce, dtype))
+            if result.node.attr == "MN":
+                texts.append(pointwise.render_finish(output.reduce, DType.F32))
+    return texts
+
+
+def _filled(binding: EpilogueBinding) -> jit.Args:
+    """The argument struct with the extents and the strides of the epilogue's tensors."""
+    args = jit.Args()
+    extents = binding.extents
+    args.m, args.n, args.k, args.l = extents.M, extents.N, extents.K, extents.L
+    for i, reading in enumerate(binding.readings):
+        if reading is not None:
+            args.inputs[i].row_stride, args.inputs[i].batch_stride = reading.row_stride, reading.batch_stride
+    for i, output in enumerate(binding.outputs):
+        if output.reduce is None:
+            args.outputs[i].row_stride = extents.N
+            args.outputs[i].batch_stride = extents.M * extents.N
+    return args
+
+
+def _loads(binding: EpilogueBinding) -> tuple[Load, ...]:
+    start, size = jit.Args.inputs.offset + jit.InputArgs.ptr.offset, ctypes.sizeof(jit.InputArgs)
+    return tuple(
+        Load(slot.name, i, (start + i * size) // _WORD_BYTES, reading.copied)
+        for i, (slot, reading) in enumerate(zip(binding.slots, binding.readings, strict=True))
+        if slot.name is not None and reading is not None
+    )
+
+
+def _stores(binding: EpilogueBinding) -> tuple[Store, ...]:
+    start, size = jit.Args.outputs.offset + jit.OutputArgs.ptr.offset, ctypes.sizeof(jit.OutputArgs)
+    return tuple(
+        Store(result_shape(binding, i), TORCH_DTYPES[dtype], (start + i * size) // _WORD_BYTES, bool(output.reduce))
+        for i, (output, dtype) in enumerate(zip(binding.outputs, binding.dtypes, strict=True))
+    )
+
+
+def _finishes(binding: EpilogueBinding, arch: Arch, counts: Sequence[int], args: jit.Args) -> tuple[Finish, ...]:
+    """The last steps of the reductions; also fills in the strides of their partials."""
+    extents = binding.extents
+    finishes = []
+    for i, (output, result) in enumerate(zip(binding.outputs, binding.graph.results, strict=True)):
+        if output.reduce is None:
+            continue
+        kept = extents.N if output.kind is Kind.ROW else extents.M
+        args.outputs[i].row_stride, args.outputs[i].batch_stride = kept, kept * counts[i]
+        is_over_both, dtype = result.node.attr == "MN", binding.dtypes[i]
+        first = _finish_module(output, DType.F32 if is_over_both else dtype, arch)
+        second = _finish_module(output, dtype, arch) if is_over_both else None
+        finishes.append(Finish(i, first, second, (extents.L, counts[i], kept)))
+    return tuple(finishes)
+
+
+def _finish_module(output: Output, dtype: DType, arch: Arch) -> jit.Module:
+    assert output.reduce is not None
+    return jit.load_module(jit.build_module(pointwise.render_finish(output.reduce, dtype), arch))
+
+
+# Running them
+
+
+def run(
+    plan: Plan,
+    matrices: tuple[Tensor, Tensor] | None,
+    operands: Operands,
+    device: torch.device,
+    outs: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """The results of a call, on the current stream of `device`, which must be the current device.
+
+    Args:
+        matrices: A and B; None for a plan that was bound without them.
+        outs: written into where given.
+    """
+    stream = stream_of(device.index)
+    args = jit.Args.from_buffer_copy(plan.args)
+    words = _Words.from_buffer(args)
+    keep = _bind_inputs(plan, args, words, operands)
+    results = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.stores] if outs is None else list(outs)
+    partials = _bind_outputs(plan, args, words, results, outs is not None, device)
+    if plan.kernel is not None:
+        _run_fused(plan, plan.kernel, args, words, matrices, device, stream)
+    elif plan.module is not None:
+        accum = _multiplied(plan, matrices, device)
+        words[_A_WORD] = 0 if accum is None else accum.data_ptr()
+        plan.module.launch("gemmgen_pointwise", plan.grid, (pointwise.THREADS, 1, 1), [args], stream)
+    for finish, partial in zip(plan.finishes, partials, strict=True):
+        _finish(finish, partial, results[finish.result], stream)
+    del keep
+    return results
+
+
+def _run_fused(
+    plan: Plan,
+    kernel: jit.Kernel,
+    args: jit.Args,
+    words: ctypes.Array[ctypes.c_uint64],
+    matrices: tuple[Tensor, Tensor] | None,
+    device: torch.device,
+    stream: int,
+) -> None:
+    assert matrices is not None
+    binding: Binding = plan.binding  # type: ignore[assignment]
+    A, B = matrices
+    if binding.a.copied:
+        A = laid_out(A, binding.a, -1)
+    if binding.b.copied:
+        B = laid_out(B, binding.b, -2)
+    words[_A_WORD], words[_B_WORD] = A.data_ptr(), B.data_ptr()
+    if not plan.workspace_bytes:
+        kernel.run(args, 0, stream)
+        return
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    kernel.run(args, workspace.data_ptr(), stream)
+
+
+def _multiplied(plan: Plan, matrices: tuple[Tensor, Tensor] | None, device: torch.device) -> Tensor | None:
+    if plan.product is None or matrices is None:
+        return None
+    extents = plan.binding.extents
+    accum = torch.empty(
+        (extents.L, extents.M, extents.N), dtype=TORCH_DTYPES[plan.binding.graph.accum], device=device
+    )
+    plan.product(*matrices, accum)
+    return accum
+
+
+def laid_out(matrix: Tensor, reading: MatrixReading, k_axis: int) -> Tensor:
+    """`matrix`, or its copy with K contiguous, where no kernel takes its strides: A `[..., M, K]`, B `[..., N, K]`."""
+    if not reading.copied:
+        return matrix
+    return matrix.contiguous() if k_axis == -1 else matrix.mT.contiguous()
+
+
+def _bind_inputs(
+    plan: Plan, args: jit.Args, words: ctypes.Array[ctypes.c_uint64], operands: Operands
+) -> list[Tensor]:
+    """Fill the operands' pointers; the copies returned must live until the launch."""
+    keep = []
+    for name, slot, word, copied in plan.loads:
+        value = operands[name]
+        if not isinstance(value, Tensor):
+            args.inputs[slot].value = float(value)
+            continue
+        if copied:
+            value = value.contiguous()
+            keep.append(value)
+        words[word] = value.data_ptr()
+    return keep
+
+
+def _bind_outputs(
+    plan: Plan,
+    args: jit.Args,
+    words: ctypes.Array[ctypes.c_uint64],
+    results: Sequence[Tensor],
+    is_given: bool,
+    device: torch.device,
+) -> list[Tensor]:
+    """Fill the results' pointers; the partials of the reductions, in the order of the plan's finishes."""
+    for i, (store, result) in enumerate(zip(plan.stores, results, strict=True)):
+        if not store.is_reduction:
+            words[store.word] = result.data_ptr()
+            if is_given:
+                _set_strides(args.outputs[i], result)
+        elif plan.binding.is_empty:  # over nothing a reduction is its identity
+            reduce = plan.binding.outputs[i].reduce
+            assert reduce is not None
+            result.copy_(round_to(torch.tensor(IDENTITY[reduce]), plan.binding.dtypes[i]))
+    partials = []
+    for finish in plan.finishes:
+        partials.append(torch.empty(finish.partials, dtype=torch.float32, device=device))
+        words[plan.stores[finish.result].word] = partials[-1].data_ptr()
+    return partials
+
+
+def _set_strides(output: jit.OutputArgs, out: Tensor) -> None:
+    if out.shape[-2] > 1:
+        output.row_stride = out.stride(-2)
+    output.batch_stride = out.stride(0) if out.dim() == 3 and out.shape[0] > 1 else 0
+
+
+def _finish(finish: Finish, partials: Tensor, result: Tensor, stream: int) -> None:
+    L, P, X = finish.partials
+    if finish.second is None:
+        _launch_finish(finish.module, partials, result, (L, P, X), stream)
+        return
+    columns = torch.empty((L, X), dtype=torch.float32, device=partials.device)
+    _launch_finish(finish.module, partials, columns, (L, P, X), stream)
+    _launch_finish(finish.second, columns, result, (L, X, 1), stream)
+
+
+def _launch_finish(
+    module: jit.Module, partials: Tensor, result: Tensor, shape: tuple[int, int, int], stream: int
+) -> None:
+    """Combine `partials` of `shape` [L, P, X], contiguous, along P into `result` [L, X]."""
+    batches, count, kept = shape
+    grid, is_narrow = pointwise.finish_grid(batches, kept)
+    arguments = [
+        ctypes.c_void_p(partials.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(count),
+        ctypes.c_int64(kept), ctypes.c_int64(batches), ctypes.c_int64(kept), ctypes.c_int64(kept * count),
+        ctypes.c_int(is_narrow),
+    ]
+    module.launch("gemmgen_finish", grid, (pointwise.FINISH_THREADS, 1, 1), arguments, stream)

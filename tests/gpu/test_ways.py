@@ -1,0 +1,100 @@
+"""The split way and background builds on a GPU: the same answers as the fused kernels, under graphs and streams too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gemmgen as gg
+from gemmgen.device import target_of
+from gemmgen.plan import run
+from gemmgen.runtime import bind_call
+from gemmgen.ways import SPLIT
+from tests.gpu.test_fused import CUDA, DTYPES, LAYOUTS, assert_exact, kitchen, matrices, operands_of, totals
+from tests.oracle import assert_close, integers, uniform
+
+pytestmark = pytest.mark.gpu(sm=90)
+
+
+def split(op: gg.Gemm, A, B, operands, out_dtype=None):
+    """The results of the split way; the test is skipped where torch has no such product."""
+    binding = bind_call(op._op.graph_for, A, B, operands, out_dtype)
+    target = target_of(A.device)
+    if reason := SPLIT.reject_reason(binding, target.arch):
+        pytest.skip(reason)
+    return op._packed(run(SPLIT.plan(binding, target), (A, B), operands, A.device))
+
+
+SHAPES = [
+    pytest.param(128, 256, 64, id="aligned"),
+    pytest.param(200, 136, 72, id="ragged"),
+    pytest.param(77, 131, 45, id="odd"),
+    pytest.param(1, 264, 136, id="one-row"),
+    pytest.param(192, 192, 64, id="square"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("M, N, K", SHAPES)
+def test_split_is_exact_on_integers(M, N, K, layout, dtype):
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, layout, dtype)
+    operands = operands_of(M, N)
+    assert_exact(op, A, B, operands, split(op, A, B, operands, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("lead_a, lead_b", [((3,), (3,)), ((3,), ()), ((), (3,))], ids=str)
+def test_split_batches_are_exact_on_integers(lead_a, lead_b, dtype):
+    op = gg.Gemm(kitchen)
+    M, N, K = 136, 272, 80
+    A, _ = matrices(M, N, K, "nt", dtype, lead=lead_a)
+    _, B = matrices(M, N, K, "nt", dtype, lead=lead_b)
+    operands = operands_of(M, N, lead=(3,))
+    assert_exact(op, A, B, operands, split(op, A, B, operands, torch.float32))
+
+
+def test_split_rounds_once():
+    @gg.epilogue
+    def shifted(accum, bias: gg.Row):
+        return accum + bias
+
+    op = gg.Gemm(shifted)
+    A = torch.ones(32, 264, dtype=torch.bfloat16, device=CUDA)
+    A[:, 257:] = 0
+    B = torch.ones(264, 64, dtype=torch.bfloat16, device=CUDA)
+    bias = torch.full((64,), -256, dtype=torch.bfloat16, device=CUDA)
+    assert (split(op, A, B, {"bias": bias}) == 1).all()  # 257 is no bf16
+
+
+def test_split_reductions():
+    op = gg.Gemm(totals)
+    A, B = matrices(300, 520, 136, "nt", torch.bfloat16)
+    operands = {"row": integers(520, dtype=torch.bfloat16, device=CUDA)}
+    assert_exact(op, A, B, operands, split(op, A, B, operands))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_split_is_as_accurate_as_torch(dtype):
+    op = gg.Gemm(gg.library.bias_gelu_tanh)
+    A, B = matrices(512, 768, 1024, "nt", dtype, make=uniform)
+    operands = {"bias": uniform(768, dtype=dtype, device=CUDA)}
+    assert_close(op, A, B, operands, split(op, A, B, operands))
+
+
+def test_split_in_a_cuda_graph():
+    op = gg.Gemm(kitchen)
+    A, B = matrices(128, 256, 64, "nt", torch.bfloat16)
+    operands = operands_of(128, 256)
+    binding = bind_call(op._op.graph_for, A, B, operands, torch.float32)
+    plan = SPLIT.plan(binding, target_of(A.device))
+    run(plan, (A, B), operands, A.device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = op._packed(run(plan, (A, B), operands, A.device))
+    for _ in range(2):
+        A.copy_(integers(128, 64, dtype=torch.bfloat16, device=CUDA))
+        graph.replay()
+        assert_exact(op, A, B, operands, results)
