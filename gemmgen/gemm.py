@@ -16,11 +16,10 @@ from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
 from gemmgen.dtypes import DType
 from gemmgen.errors import OperandError, ShapeMismatch, TraceError
-from gemmgen.ir.graph import Parameter
 from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
-from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types
+from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types, result_axes
 
 Operand = Tensor | float
 Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -63,9 +62,10 @@ class Gemm:
         self._name, self._container = graph.name, graph.container
         self._parameters = graph.parameters
         self._result_names = tuple(result.name for result in graph.results)
-        self._result_axes = tuple(
-            result.node.axes if result.is_reduction else Axes.TILE for result in graph.results
-        )
+        # of operands: dimensions of one batch, and those behind M where there is M; plain values for torch.compile
+        self._ranks = {p.name: (Axes.COL in p.axes) + (Axes.ROW in p.axes) for p in graph.parameters}
+        self._behind_rows = {p.name: int(Axes.ROW in p.axes) for p in graph.parameters if Axes.COL in p.axes}
+        self._has_rows = tuple(Axes.COL in result_axes(result) for result in graph.results)
 
     def __call__(
         self,
@@ -191,7 +191,9 @@ class Gemm:
 
     def _folded_operands(self, operands: Mapping[str, Operand], batch: tuple[int, ...]) -> dict[str, Operand]:
         named = self._named(operands)
-        return {p.name: _folded(named[p.name], p, batch) for p in self._parameters} if len(batch) > 1 else named
+        if len(batch) <= 1:
+            return named
+        return {name: _folded(self._name, name, value, self._ranks[name], batch) for name, value in named.items()}
 
     def _unfolded(self, results: Tensor | Sequence[Tensor], batch: tuple[int, ...]) -> Result:
         """What the op returned, in the shapes and the container of a call."""
@@ -201,12 +203,12 @@ class Gemm:
     def _flattened(self, operands: Mapping[str, Operand], lead: torch.Size) -> dict[str, Operand]:
         """Operands whose rows have the dimensions `lead`, as those of a matrix."""
         named = self._named(operands)
-        return {p.name: _flattened(named[p.name], p, lead) for p in self._parameters}
+        return {name: _flattened(value, self._behind_rows.get(name), lead) for name, value in named.items()}
 
     def _unflattened(self, results: Result, lead: torch.Size) -> Result:
         """The results for a matrix, with the rows' dimensions `lead` back."""
-        listed = zip(self._listed(results), self._result_axes, strict=True)
-        return self._packed([_unflattened(result, axes, lead) for result, axes in listed])
+        listed = zip(self._listed(results), self._has_rows, strict=True)
+        return self._packed([r.reshape(*lead, *r.shape[1:]) if has_rows else r for r, has_rows in listed])
 
     def _listed(self, packed: Result) -> list[Tensor]:
         if isinstance(packed, Tensor):
@@ -325,14 +327,12 @@ def linear(
     return op._unflattened(op(x.reshape(-1, x.shape[-1]), weight.t(), out=None, out_dtype=out_dtype, **flat), lead)
 
 
-def _flattened(value: Operand, parameter: Parameter, lead: torch.Size) -> Operand:
-    if not isinstance(value, Tensor) or Axes.COL not in parameter.axes or value.shape[: len(lead)] != lead:
+def _flattened(value: Operand, behind_rows: int | None, lead: torch.Size) -> Operand:
+    """An operand whose M is given as the dimensions `lead`, with one M."""
+    if behind_rows is None or not isinstance(value, Tensor):
         return value
-    return value.reshape(-1, *value.shape[len(lead) :])
-
-
-def _unflattened(result: Tensor, axes: Axes, lead: torch.Size) -> Tensor:
-    return result.reshape(*lead, *result.shape[1:]) if Axes.COL in axes else result
+    is_flat = value.dim() != len(lead) + behind_rows or value.shape[: len(lead)] != lead
+    return value if is_flat else value.reshape(-1, *value.shape[len(lead) :])
 
 
 def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:
@@ -359,11 +359,14 @@ def folded_matrix(matrix: Tensor, batch: tuple[int, ...]) -> Tensor:
     return matrix[0] if matrix.dim() == 3 and matrix.shape[0] == 1 and batch[0] != 1 else matrix
 
 
-def _folded(value: object, parameter: Parameter, batch: tuple[int, ...]) -> Operand:
+def _folded(name: str, operand: str, value: Operand, rank: int, batch: tuple[int, ...]) -> Operand:
     """An operand with at most one batch dimension."""
-    assert isinstance(value, (Tensor, int, float))
-    rank = {Axes.SCALAR: 0, Axes.TILE: 2}.get(parameter.axes, 1)
     if not isinstance(value, Tensor) or value.dim() <= rank or tuple(value.shape) == (1,):
         return value
-    tail = value.shape[value.dim() - rank :]
+    own, tail = value.shape[: value.dim() - rank], value.shape[value.dim() - rank :]
+    if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(own[::-1], batch[::-1], strict=False)):
+        raise ShapeMismatch(
+            f"`{name}`: operand `{operand}` has shape {tuple(value.shape)}, whose batch {tuple(own)} does not "
+            f"broadcast to {batch}\n  Leave the batch away, or give it that of the matrices."
+        )
     return value.expand(*batch, *tail).reshape(-1, *tail)

@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 from gemmgen.bind import is_writable_layout
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import NoBackward, OperandError
+from gemmgen.errors import NoBackward, OperandError, UnsupportedOp
 from gemmgen.evaluate import TORCH_DTYPES, evaluate
 from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes
@@ -32,6 +32,7 @@ NAMESPACE = "gemmgen"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _ops: dict[str, object] = {}
 _lock = threading.Lock()
+MAX_ARGUMENTS = 64  # of a torch op
 AUTOCAST_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
 RegisteredOp = TypeVar("RegisteredOp")
 Differentiate = Callable[["EpilogueOp", tuple["Tensor | float | None", ...], "torch.dtype | None"], object]
@@ -48,6 +49,7 @@ class EpilogueOp:
         self.graphs = graphs
         self.graph = graphs[DType.F32]
         self._operands = OperandSchema(self.graph.parameters, reserved={"A", "B", "out_dtype"})
+        self._check_size()
         self.runner = Runner(self.graph_for, config)
         self._define()
         packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
@@ -55,6 +57,14 @@ class EpilogueOp:
 
     def graph_for(self, accum: DType) -> Graph:
         return self.graphs[accum]
+
+    def _check_size(self) -> None:
+        operands, results = len(self.graph.parameters), len(self.graph.results)
+        if 2 + len(self._operands.texts) + results > MAX_ARGUMENTS:
+            raise UnsupportedOp(
+                f"`{self.graph.name}` has {operands} operands and {results} results: with A and B more than the "
+                f"{MAX_ARGUMENTS} arguments of a torch op (a gg.Scalar is two)\n  Use several epilogues."
+            )
 
     @property
     def schema(self) -> str:

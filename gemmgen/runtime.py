@@ -77,7 +77,7 @@ class Runner:
         outs: Sequence[Tensor] | None = None,
     ) -> Plan:
         """The plan of a call, made now (the device being current) if it has not been made yet."""
-        precision = torch.get_float32_matmul_precision() if A.dtype == torch.float32 else None
+        precision = allows_tf32() if A.dtype == torch.float32 else None
         tensors = (A, B, *operands.values(), *(outs or ()))
         key = (A.get_device(), out_dtype, precision, len(outs or ()), *map(_metadata, tensors))
         return self._plans.get(key, lambda: self._make(A, B, operands, out_dtype, outs))
@@ -150,10 +150,20 @@ def bind_call(
 
 
 def math_of(a: DType) -> str:
-    """The mainloop's arithmetic; fp32 follows `torch.set_float32_matmul_precision`."""
+    """The mainloop's arithmetic; fp32 follows torch's setting for its own products."""
     if a is not DType.F32:
         return "tensor"
-    return "simt" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if allows_tf32() else "simt"
+
+
+def allows_tf32() -> bool:
+    """Whether torch's own fp32 products may use tf32.
+
+    `torch.get_float32_matmul_precision` says the same, but warns in torch 2.9, and raises where the setting was made by
+    `torch.backends.cuda.matmul.fp32_precision`.
+    """
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def _metadata(value: Tensor | float) -> object:

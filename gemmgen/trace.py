@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 from collections.abc import Mapping
 
 from gemmgen import dsl
@@ -41,7 +42,12 @@ def trace(epilogue: dsl.Epilogue, accum: DType = DType.F32) -> Graph:
         dsl.current_locations.reset(token)
     container, values = _unpacked(epilogue.name, returned)
     results = tuple(_result(epilogue.name, name, value) for name, value in values.items())
-    return verified(Graph(epilogue.name, accum, parameters, results, container, locations))
+    return verified(Graph(_identifier(epilogue.name), accum, parameters, results, container, locations))
+
+
+def _identifier(name: str) -> str:
+    """`name` as torch and file systems take it, such as `lambda` for a lambda."""
+    return re.sub(r"\W|^(?=\d)", "_", name.strip("<>"), flags=re.ASCII)
 
 
 def _declaration(epilogue: dsl.Epilogue) -> Location:

@@ -137,6 +137,12 @@ def test_matrices_and_operands_of_any_strides():
     assert all(result.is_contiguous() for result in got.values())
 
 
+def test_operands_broadcast_along_the_batch():
+    A, B = matrices(2, 3)
+    operands = operands_of(3) | {"col": integers(2, 1, M), "alpha": np.float32(2)}
+    assert_equal(KITCHEN(A, B, **operands), expected_of(A, B, **operands | {"alpha": 2.0}))
+
+
 def test_a_result_that_is_an_operand_is_a_copy():
     @gg.epilogue
     def passed(accum, tile: gg.Tile):
@@ -285,6 +291,59 @@ def test_operands_may_have_any_names(names):
     assert torch.equal(op(A, B, **operands), A @ B + sum(operands.values()))
 
 
+@pytest.mark.parametrize("name", ["<lambda>", "größe", "int", "_private", "2x", "out", "default", "Tensor"])
+def test_epilogues_may_have_any_name(name):
+    def doubled(accum):
+        return accum * 2
+
+    doubled.__name__ = name
+    A, B = matrices()
+    op = gg.Gemm(gg.epilogue(doubled))
+    assert torch.equal(op(A, B), A @ B * 2)
+    assert torch.equal(op(A, B, out=torch.empty(M, N)), A @ B * 2)
+    assert "gemmgen_functor_0" in op.source(A, B, arch="sm80")
+
+
+def test_callables_that_are_no_functions():
+    class Scaled:
+        def __call__(self, accum, bias: gg.Row):
+            return accum * 2 + bias
+
+        def method(self, accum, bias: gg.Row):
+            return accum * 3 + bias
+
+    A, B = matrices()
+    bias = integers(N)
+    assert torch.equal(gg.Gemm(gg.epilogue(Scaled()))(A, B, bias=bias), A @ B * 2 + bias)
+    assert torch.equal(gg.Gemm(gg.epilogue(Scaled().method))(A, B, bias=bias), A @ B * 3 + bias)
+
+
+def many(operands: int, results: int) -> gg.Gemm:
+    names = [f"r{i}" for i in range(operands)]
+    scope: dict[str, object] = {"gg": gg}
+    parameters = ", ".join(f"{name}: gg.Row" for name in names)
+    exec(f"def many(accum, {parameters}): return {', '.join(names[:results])}", scope)
+    return gg.Gemm(gg.epilogue(scope["many"]))
+
+
+def test_dozens_of_operands_and_results():
+    A, B = matrices()
+    operands = {f"r{i}": integers(N) for i in range(32)}
+    results = many(32, 30)(A, B, **operands)
+    assert all(torch.equal(result, operands[f"r{i}"].expand(M, N)) for i, result in enumerate(results))
+    with pytest.raises(gg.UnsupportedOp, match="has 40 operands and 30 results"):
+        many(40, 30)
+
+
+def test_results_share_no_memory():
+    @gg.epilogue
+    def thrice(accum):
+        return accum, accum, accum + 0
+
+    results = gg.Gemm(thrice)(*matrices())
+    assert len({result.data_ptr() for result in results}) == 3
+
+
 # out=
 
 
@@ -382,13 +441,16 @@ def test_compiled_without_graph_breaks(is_dynamic):
     assert counter.frame_count == 1
 
 
-def test_compiled_linear_with_dynamic_tokens():
+@pytest.mark.parametrize("call", ["linear", "batched"])
+def test_compiled_with_leading_dimensions(call):
     torch._dynamo.reset()
     op, weight, bias = gg.Gemm(gg.library.bias_relu), integers(N, K), integers(N)
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def layer(x):
-        return gg.linear(x, weight, op, bias=bias)
+        if call == "linear":
+            return gg.linear(x, weight, op, bias=bias)
+        return op(x.unsqueeze(1), weight.t(), bias=bias).squeeze(1)
 
     for tokens in (4, 7, 12):
         x = integers(2, tokens, K)
@@ -405,6 +467,35 @@ def test_meta_tensors_give_meta_results():
 
 def test_equal_epilogues_share_an_op():
     assert gg.Gemm(identity)._op is PLAIN._op
+
+
+def tf32_by_precision():
+    torch.set_float32_matmul_precision("high")
+
+
+def tf32_by_switch():
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def tf32_by_backend():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.fixture
+def precision():
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")
+@pytest.mark.parametrize("allow", [tf32_by_precision, tf32_by_switch, tf32_by_backend])
+def test_fp32_uses_tf32_where_torch_may(precision, allow):
+    A, B = matrices(m=256, n=256, k=256)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    assert "OpClassSimt" in PLAIN.source(A, B, arch="sm80")
+    allow()
+    assert "OpClassTensorOp" in PLAIN.source(A, B, arch="sm80")
 
 
 def test_explain_names_the_op_and_source_has_both_texts():
@@ -511,6 +602,15 @@ def test_bad_calls_say_what_is_wrong(error, message, changes):
     assert message in str(caught.value) and "`kitchen`" in str(caught.value)
     assert all(x.is_meta or torch.equal(x, outs[i]) for i, x in enumerate(before))
     assert_equal(KITCHEN(A, B, **operands), expected_of(A, B, **operands))
+
+
+@pytest.mark.parametrize("batch", [(6,), (2,), (3, 3), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("name", ["row", "alpha"])
+def test_a_batch_that_does_not_broadcast_is_refused(batch, name):
+    A, B = matrices(2, 3)
+    operands = operands_of() | {name: torch.ones(*batch, N) if name == "row" else torch.ones(batch)}
+    with pytest.raises(gg.ShapeMismatch, match=rf"operand `{name}` has shape .* does not broadcast to \(2, 3\)"):
+        KITCHEN(A, B, **operands)
 
 
 @pytest.mark.parametrize("method", ["reference", "explain", "source", "build"])
