@@ -56,14 +56,14 @@ def build(
 ) -> BuiltKernel:
     """Compile the fused kernel of a call with such tensors, and the small kernels beside it, into the cache."""
     binding, target = bind_call(op.graph_for, A, B, operands, out_dtype), arch_for(arch)
-    built = ways.first_built(_fused_ways(op, binding, target), binding, target)
+    _, built = ways.first_built(_fused_ways(op, binding, target), binding, target)
     for text in (*finish_texts(binding), pointwise_text(binding)):
         jit.build_module(text, target)
     return built
 
 
 def _fused_ways(op: EpilogueOp, binding: Binding, arch: Arch) -> list[Fused]:
-    selection = ways.select(binding, absent_target(arch), op.runner.config)
+    selection = ways.select(binding, absent_target(arch), op.runner.options.config)
     return [way for way in selection.ways if isinstance(way, Fused)]
 
 
@@ -104,7 +104,7 @@ def _readings(binding: Binding) -> list[str]:
 
 
 def _choices(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
-    selection = ways.select(binding, target, op.runner.config)
+    selection = ways.select(binding, target, op.runner.options.config)
     first = selection.ways[0]
     title = f"fused kernel {first.config.label}" if isinstance(first, Fused) else "unfused: a kernel after cuBLAS"
     notes = [*selection.notes, *_why_not_preferred(selection, binding, target)]

@@ -181,4 +181,4 @@ def _passing_on(gemm: Gemm) -> EpilogueOp:
         )
         for accum, graph in gemm._op.graphs.items()
     }  # fmt: skip
-    return training.differentiable(graphs, gemm.config, gemm.save)
+    return training.differentiable(graphs, gemm.options, gemm.save)

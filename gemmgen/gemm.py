@@ -6,7 +6,7 @@ import importlib
 import operator
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
 from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types, result_axes
+from gemmgen.runtime import Compile, Options, Tune
 
 Operand = Tensor | float
 Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -32,6 +33,9 @@ class Gemm:
         fn: a function declared with `@gg.epilogue`.
         mainloop: what makes the accumulator; `gg.Dense()` is `A @ B`.
         config: a kernel to use always; None chooses one per problem.
+        compile: "eager" waits for the compilers at the first call; "background" serves the first calls by torch's
+            product and a pointwise kernel, and switches to the fused kernel once it is built.
+        tune: "cached" uses what `tune` has measured, "first-call" measures what nobody has, "off" does neither.
         save: what a forward keeps for its backward: "auto" the fewest bytes that need no second GEMM, "recompute"
             nothing beyond the inputs.
 
@@ -45,19 +49,23 @@ class Gemm:
         mainloop: Dense | None = None,
         *,
         config: GemmConfig | None = None,
+        compile: Compile = "eager",
+        tune: Tune = "cached",
         save: Literal["auto", "recompute"] = "auto",
     ):
         if not isinstance(fn, Epilogue):
             raise TraceError(f"Gemm takes a function declared with @gg.epilogue, not {type(fn).__name__}")
         _check_option("mainloop", mainloop, mainloop is None or isinstance(mainloop, Dense), "gg.Dense() or None")
         _check_option("config", config, config is None or isinstance(config, GemmConfig), "a gg.GemmConfig or None")
+        _check_option("compile", compile, compile in get_args(Compile), '"eager" or "background"')
+        _check_option("tune", tune, tune in get_args(Tune), '"off", "cached" or "first-call"')
         _check_option("save", save, save in ("auto", "recompute"), '"auto" or "recompute"')
         self.epilogue = fn
         self.mainloop = mainloop or Dense()
-        self.config = config
+        self.options = Options(config, compile, tune)
         self.save = save
         graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
-        self._op = training.differentiable(graphs, config, save)
+        self._op = training.differentiable(graphs, self.options, save)
         graph = self._op.graph
         self._name, self._container = graph.name, graph.container
         self._parameters = graph.parameters
@@ -177,7 +185,7 @@ class Gemm:
         return self  # it never changes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (*_reference(self.epilogue), self.mainloop, self.config, self.save)
+        return _restored, (*_reference(self.epilogue), self.mainloop, self.options, self.save)
 
     def _folded(
         self, A: Tensor, B: Tensor, operands: Mapping[str, Operand], out_dtype: torch.dtype | None = None
@@ -284,11 +292,13 @@ def _looked_up(module: str, name: str) -> object:
 
 
 def _restored(
-    module: str, name: str, mainloop: Dense, config: GemmConfig | None, save: Literal["auto", "recompute"]
+    module: str, name: str, mainloop: Dense, options: Options, save: Literal["auto", "recompute"]
 ) -> Gemm:
     epilogue = _looked_up(module, name)
     assert isinstance(epilogue, Epilogue)
-    return Gemm(epilogue, mainloop, config=config, save=save)
+    return Gemm(
+        epilogue, mainloop, config=options.config, compile=options.compile, tune=options.tune, save=save
+    )
 
 
 def _check_option(name: str, value: object, is_legal: bool, legal: str) -> None:

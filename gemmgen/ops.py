@@ -17,7 +17,6 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd.function import _SingleLevelFunction
 
 from gemmgen.bind import is_writable_layout
-from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward, OperandError, UnsupportedOp
 from gemmgen.evaluate import TORCH_DTYPES, evaluate
@@ -26,7 +25,7 @@ from gemmgen.ir.node import Axes
 from gemmgen.operand_schema import OperandSchema
 from gemmgen.plan import Operands
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_axes, result_dtype
-from gemmgen.runtime import PointwiseRunner, Runner
+from gemmgen.runtime import DEFAULT, Options, PointwiseRunner, Runner
 
 NAMESPACE = "gemmgen"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -42,7 +41,7 @@ class EpilogueOp:
     """The registered op of one epilogue. Get it with `register`."""
 
     def __init__(
-        self, name: str, graphs: Mapping[DType, Graph], config: GemmConfig | None, differentiate: Differentiate | None
+        self, name: str, graphs: Mapping[DType, Graph], options: Options, differentiate: Differentiate | None
     ):
         self.name = name
         self._differentiate = differentiate
@@ -50,7 +49,7 @@ class EpilogueOp:
         self.graph = graphs[DType.F32]
         self._operands = OperandSchema(self.graph.parameters, reserved={"A", "B", "out_dtype"})
         self._check_size()
-        self.runner = Runner(self.graph_for, config)
+        self.runner = Runner(self.graph_for, options)
         self._define()
         packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self.overload, self.out_overload = packet.default, packet.out
@@ -264,20 +263,20 @@ class ElementwiseOp:
 
 
 def register(
-    graphs: Mapping[DType, Graph], config: GemmConfig | None = None, differentiate: Differentiate | None = None
+    graphs: Mapping[DType, Graph], options: Options = DEFAULT, differentiate: Differentiate | None = None
 ) -> EpilogueOp:
     """The op of an epilogue, registered with torch when it is first seen.
 
-    An op with a fixed `config` is an op of its own, with the config's digest in its name.
+    An op with options of its own is an op of its own, with their digest in its name.
 
     Args:
         differentiate: computes the results of a call that needs gradients; None refuses such a call.
     """
     graph = graphs[DType.F32]
     name = f"{graph.name}_{graph.digest}"
-    if config is not None:
-        name += "_" + hashlib.blake2b(repr(config).encode(), digest_size=3).hexdigest()
-    return registered(name, EpilogueOp, lambda: EpilogueOp(name, graphs, config, differentiate))
+    if options != DEFAULT:
+        name += "_" + hashlib.blake2b(repr(options).encode(), digest_size=3).hexdigest()
+    return registered(name, EpilogueOp, lambda: EpilogueOp(name, graphs, options, differentiate))
 
 
 def register_elementwise(graph: Graph) -> ElementwiseOp:

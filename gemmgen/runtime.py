@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gemmgen import ways
+from gemmgen import background, ways
 from gemmgen.bind import Binding, bind, bind_epilogue
 from gemmgen.config import GemmConfig
-from gemmgen.device import Target, current_index, made_current, target_of
+from gemmgen.device import Target, current_index, is_capturing, made_current, target_of
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import UnsupportedOp
+from gemmgen.errors import GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
+from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
+from gemmgen.ways import SPLIT, Fused
+
+logger = logging.getLogger(__name__)
 
 MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
 
 Key = tuple[object, ...]
+Compile = Literal["eager", "background"]
+Tune = Literal["off", "cached", "first-call"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a `Gemm` chooses and builds its kernels; see there."""
+
+    config: GemmConfig | None = None
+    compile: Compile = "eager"
+    tune: Tune = "cached"
+
+
+DEFAULT = Options()
 
 
 class Plans:
@@ -32,26 +54,38 @@ class Plans:
         self._lock = threading.Lock()
 
     def get(self, key: Key, make: Callable[[], Plan]) -> Plan:
+        """The plan of `key`; the first that is made stays, where several threads make one."""
         plan = self._plans.get(key)
         if plan is None:
-            plan = make()
-            self.put(key, plan)
+            made = make()
+            with self._lock:
+                plan = self._plans.setdefault(key, made)
+                if len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
         return plan
 
-    def put(self, key: Key, plan: Plan) -> None:
+    def replace(self, key: Key, plan: Plan) -> None:
         with self._lock:
             self._plans[key] = plan
-            if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A fused kernel in the making, for a call that is served unfused meanwhile."""
+
+    binding: Binding
+    target: Target
+    building: Future[tuple[Fused, BuiltKernel]]
 
 
 class Runner:
     """Runs the GEMM of one graph (per accumulator type) on CUDA devices."""
 
-    def __init__(self, graph_for: Callable[[DType], Graph], config: GemmConfig | None = None):
+    def __init__(self, graph_for: Callable[[DType], Graph], options: Options = DEFAULT):
         self._graph_for = graph_for
-        self.config = config
+        self.options = options
         self._plans = Plans()
+        self._pending: dict[Key, Upgrade] = {}
 
     def __call__(
         self,
@@ -80,21 +114,51 @@ class Runner:
         precision = allows_tf32() if A.dtype == torch.float32 else None
         tensors = (A, B, *operands.values(), *(outs or ()))
         key = (A.get_device(), out_dtype, precision, len(outs or ()), *map(_metadata, tensors))
-        return self._plans.get(key, lambda: self._make(A, B, operands, out_dtype, outs))
 
-    def _make(
-        self,
-        A: Tensor,
-        B: Tensor,
-        operands: Operands,
-        out_dtype: torch.dtype | None,
-        outs: Sequence[Tensor] | None,
-    ) -> Plan:
-        binding, target = bind_call(self._graph_for, A, B, operands, out_dtype, outs), target_of(A.device)
+        def make() -> Plan:
+            return self._make(key, bind_call(self._graph_for, A, B, operands, out_dtype, outs), target_of(A.device))
+
+        plan = self._plans.get(key, make)
+        return self._upgraded(key, plan) if self._pending else plan
+
+    def _make(self, key: Key, binding: Binding, target: Target) -> Plan:
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
-        selection = ways.select(binding, target, self.config)
+        selection = ways.select(binding, target, self.options.config)
+        if self.options.compile == "background" and can_wait(selection, binding, target):
+            self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
+            return SPLIT.plan(binding, target)
         return ways.first_plan(selection.ways, binding, target)
+
+    def _upgraded(self, key: Key, plan: Plan) -> Plan:
+        """`plan`, or the fused one that was built in the background, which replaces it from now on."""
+        upgrade = self._pending.get(key)
+        if upgrade is None or not upgrade.building.done() or is_capturing():
+            return plan
+        if self._pending.pop(key, None) is None or upgrade.building.exception() is not None:
+            return plan  # another thread is replacing it, or it failed and was logged
+        way, built = upgrade.building.result()
+        try:
+            plan = way.plan_of(built, upgrade.binding, upgrade.target)
+        except GemmgenError as error:
+            logger.warning("%s was built in the background, but its calls stay unfused: %s", way.label, error)
+        self._plans.replace(key, plan)
+        return plan
+
+
+def can_wait(selection: ways.Selection, binding: Binding, target: Target) -> bool:
+    """Whether the chosen kernel is yet to be compiled, and the split way can serve calls meanwhile."""
+    first = selection.ways[0]
+    if not isinstance(first, Fused) or SPLIT.reject_reason(binding, target.arch) is not None:
+        return False
+    return not first.is_built(binding, target.arch)
+
+
+def _building(selection: ways.Selection, binding: Binding, target: Target) -> Future[tuple[Fused, BuiltKernel]]:
+    fused = tuple(way for way in selection.ways if isinstance(way, Fused))
+    key = (binding.graph.digest, binding.signature, fused, target.arch)
+    what = f"the fused kernel of `{binding.graph.name}`"
+    return background.submit(key, what, lambda: ways.first_built(fused, binding, target.arch))
 
 
 class PointwiseRunner:

@@ -18,7 +18,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 from gemmgen import backward
 from gemmgen.backward import ACCUM, BackwardPlan, fused_into_dgrad, plan_backward
-from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward
 from gemmgen.evaluate import TORCH_DTYPES
@@ -35,13 +34,14 @@ from gemmgen.ops import (
     returned,
 )
 from gemmgen.problem import EIGHT_BIT, Extents, extents_of, result_dtype
+from gemmgen.runtime import DEFAULT, Options
 
 Flat = tuple["Tensor | float | None", ...]
 Save = Literal["auto", "recompute"]
 T = TypeVar("T")
 
 
-def differentiable(graphs: Mapping[DType, Graph], config: GemmConfig | None = None, save: Save = "auto") -> EpilogueOp:
+def differentiable(graphs: Mapping[DType, Graph], options: Options = DEFAULT, save: Save = "auto") -> EpilogueOp:
     """The op of an epilogue with its derived backward.
 
     Args:
@@ -49,7 +49,7 @@ def differentiable(graphs: Mapping[DType, Graph], config: GemmConfig | None = No
     """
     if save == "recompute":  # an op of its own, since autograd's choice is the op's
         graphs = {accum: replace(graph, name=f"{graph.name}_recompute") for accum, graph in graphs.items()}
-    return register(graphs, config, functools.partial(_differentiated_alone, save=save))
+    return register(graphs, options, functools.partial(_differentiated_alone, save=save))
 
 
 def _differentiated_alone(op: EpilogueOp, args: Flat, out_dtype: torch.dtype | None, *, save: Save) -> object:
@@ -245,7 +245,7 @@ def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> Epil
     saved = {each.name for each in plan.saved}  # they do not follow the caller's `out_dtype`
     results = tuple(replace(r, dtype=r.dtype or matrix_dtype) if r.name in saved else r for r in forward.results)
     named = replace(forward, name=f"{op.graph.name}_train", results=results)
-    return register({DType.F32: named, DType.I32: named}, op.runner.config)
+    return register({DType.F32: named, DType.I32: named}, op.runner.options)
 
 
 # Autograd

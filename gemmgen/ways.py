@@ -59,9 +59,17 @@ class Fused:
         """The CUDA text. Raises IllegalConfig where `reject_reason` has a reason."""
         return pipeline.kernel_source(binding, self.config, arch)
 
+    def is_built(self, binding: Binding, arch: Arch) -> bool:
+        """Whether its kernel is in the cache."""
+        return jit.find(self.source(binding, arch)) is not None
+
     def plan(self, binding: Binding, target: Target) -> Plan:
         """The plan, its kernel built now if it is not in the cache. Raises what `jit.build` raises."""
         (built,) = jit.build([self.source(binding, target.arch)])
+        return self.plan_of(built, binding, target)
+
+    def plan_of(self, built: BuiltKernel, binding: Binding, target: Target) -> Plan:
+        """The plan of a kernel that is built."""
         return fused_plan(binding, self.config, built, target)
 
 
@@ -309,9 +317,14 @@ def first_plan(ways: Sequence[Way], binding: Binding, target: Target) -> Plan:
     return _first(ways, binding, lambda way: way.plan(binding, target))
 
 
-def first_built(ways: Sequence[Fused], binding: Binding, arch: Arch) -> BuiltKernel:
-    """The kernel of the first of `ways` that builds. Raises as `first_plan`."""
-    return _first(ways, binding, lambda way: jit.build([way.source(binding, arch)])[0])
+def first_built(ways: Sequence[Fused], binding: Binding, arch: Arch) -> tuple[Fused, BuiltKernel]:
+    """The first of `ways` that builds, with its kernel. Raises as `first_plan`."""
+
+    def build(way: Fused) -> tuple[Fused, BuiltKernel]:
+        (built,) = jit.build([way.source(binding, arch)])
+        return way, built
+
+    return _first(ways, binding, build)
 
 
 def _first(ways: Sequence[AnyWay], binding: Binding, attempt: Callable[[AnyWay], T]) -> T:

@@ -166,7 +166,7 @@ def test_a_given_config_has_no_substitute(device):
     op = gg.Gemm(doubled, config=gg.GemmConfig("sm90", (128, 128, 32)))._op
     A, B, operands = call_of()
     binding = bind_call(op.graph_for, A, B, operands, None)
-    selection = select(binding, SM90, op.runner.config)
+    selection = select(binding, SM90, op.runner.options.config)
     device.refused = {selection.ways[0].source(binding, SM90.arch).name}
     with pytest.raises(gg.CompileError, match="spills"):
         first_plan(selection.ways, binding, SM90)
