@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import suite_epilogue, suite_jit
+from bench import suite_epilogue, suite_jit, suite_training
 from bench.cases import CASES
 from bench.environment import describe
 from bench.rungs import RUNGS
@@ -16,7 +16,7 @@ from bench.settings import Settings
 from bench.shapes import SHAPES, Shape, select
 
 # A suite is one module with `run(settings, console) -> exit code`, and one row here.
-SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run}
+SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run}
 
 QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")
 DEFAULT_OUT = Path(__file__).parent / "results"
@@ -67,6 +67,7 @@ def main(
         autotune_groups=_listed(autotune_shapes) if max_autotune and not quick else (),
         autotune_budget_s=autotune_budget_s,
         plot=plot,
+        quick=quick,
         environment=describe(commit),
     )
     sys.exit(SUITES[suite](settings, _console()))

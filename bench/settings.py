@@ -20,6 +20,7 @@ class Settings:
         autotune_groups: shape groups for which `torch.compile(mode="max-autotune...")` is worth its compile time.
         autotune_budget_s: no further max-autotune compilation starts after this many seconds of them.
         out: folder of the result files.
+        quick: a suite with problems of its own takes one.
         environment: recorded with each result line.
     """
 
@@ -33,4 +34,5 @@ class Settings:
     autotune_groups: tuple[str, ...] = ("headline",)
     autotune_budget_s: float = 90.0
     plot: bool = True
+    quick: bool = False
     environment: dict[str, str] = field(default_factory=dict)
