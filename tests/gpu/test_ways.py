@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -98,3 +100,29 @@ def test_split_in_a_cuda_graph():
         A.copy_(integers(128, 64, dtype=torch.bfloat16, device=CUDA))
         graph.replay()
         assert_exact(op, A, B, operands, results)
+
+
+def test_background_serves_at_once_and_switches(tmp_path, monkeypatch):
+    @gg.epilogue
+    def never_built(accum, row: gg.Row):
+        return gg.relu(accum * 3 + row)
+
+    monkeypatch.setenv("GEMMGEN_CACHE_DIR", str(tmp_path))
+    op = gg.Gemm(never_built, compile="background")
+    A, B = matrices(256, 512, 128, "nt", torch.bfloat16)
+    operands = {"row": integers(512, dtype=torch.bfloat16, device=CUDA)}
+    torch.mm(A, B, out_dtype=torch.float32)  # cuBLAS is there
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    first = op(A, B, **operands)
+    torch.cuda.synchronize()
+    assert time.monotonic() - started < 5.0
+    assert_exact(op, A, B, operands, first)
+    runner = op._op.runner
+    assert runner.plan(A, B, operands).way == "split"
+    deadline = time.monotonic() + 200
+    while runner.plan(A, B, operands).way == "split":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert_exact(op, A, B, operands, op(A, B, **operands))
+    assert runner.plan(A, B, operands).way == "fused"

@@ -75,7 +75,7 @@ class FakeDevice:
 
     Attributes:
         ran: names of the kernels in the order of their launches; `gemmgen_pointwise` is the split way's.
-        built: sources that were built, by name.
+        built: sources that were built and not found in the cache, by name.
         refused: names of kernels that do not compile.
         gate: set while builds may finish.
     """
@@ -89,6 +89,7 @@ class FakeDevice:
         self.gate = threading.Event()
         self.gate.set()
         self._cached: set[str] = set()
+        self._lock = threading.Lock()
 
     def build(self, sources, *, on_error: str = "raise"):
         self.gate.wait(10)
@@ -100,8 +101,10 @@ class FakeDevice:
                     raise error
                 results.append(error)
                 continue
-            self.built.append(source.name)
-            self._cached.add(source.name)
+            with self._lock:
+                if source.name not in self._cached:
+                    self.built.append(source.name)
+                    self._cached.add(source.name)
             results.append(self._kernel(source.name))
         return results
 
@@ -124,6 +127,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(runtime, "current_index", lambda: None)
     monkeypatch.setattr(runtime, "made_current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "target_of", lambda device: SM90)
+    monkeypatch.setattr(runtime, "is_capturing", lambda: False)
     return device
 
 
