@@ -262,7 +262,8 @@ def _splitting_cycles(
     turn = 2 * 4 * tm * tn / SM_BYTES_PER_CLOCK + TURN_CYCLES
     if config.split_k > 1:
         waves = math.ceil(tiles * config.split_k / active)
-        return waves * math.ceil(steps / config.split_k) * step + (config.split_k - 1) * turn + epilogue
+        finished = math.ceil(tiles / active)  # epilogues one behind the other, each after its turns
+        return waves * math.ceil(steps / config.split_k) * step + finished * ((config.split_k - 1) * turn + epilogue)
     waves = math.ceil(tiles / active)
     sharing = max(2, math.ceil(active / tiles))  # CTAs that work on a tile which is cut
     return STREAM_K_DOUBT * (tiles * steps / active * step + (sharing - 1) * turn + waves * epilogue)
