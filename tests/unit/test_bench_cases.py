@@ -74,10 +74,18 @@ def test_eager_torch_agrees_with_the_reference(case):
         assert 1e-5 < error.relative < 1e-2  # a bf16 result, neither exact nor wrong
 
 
+def product_of(call, inputs):
+    """What torch's product gives, where this torch has it on the CPU (row scales of fp8 are newer than 2.9)."""
+    try:
+        return call(inputs.A, inputs.B, **inputs.operands)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__} on the CPU: {str(error).splitlines()[0]}")
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_product_and_tail_agree_with_the_reference(case):
     inputs = draw_inputs(case, SHAPE, device="cpu")
-    product = case.matmul(inputs.A, inputs.B, **inputs.operands)
+    product = product_of(case.matmul, inputs)
 
     for error in errors(case.after_matmul(product, **inputs.operands), reference(case, inputs)):
         assert error.relative < 1e-2
@@ -87,7 +95,7 @@ def test_product_and_tail_agree_with_the_reference(case):
 def test_cublaslt_way_agrees_with_the_reference(case):
     inputs = draw_inputs(case, SHAPE, device="cpu")
 
-    for error in errors(case.cublaslt(inputs.A, inputs.B, **inputs.operands), reference(case, inputs)):
+    for error in errors(product_of(case.cublaslt, inputs), reference(case, inputs)):
         assert error.relative < 1e-2
 
 

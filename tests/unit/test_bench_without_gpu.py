@@ -8,10 +8,22 @@ import pytest
 from rich.console import Console
 
 from bench import without_gpu
-from bench.cases import CASES
+from bench.cases import CASES, OUT_DTYPE, Inputs, reference
 from bench.rungs import RUNGS
 from bench.settings import Settings
 from bench.shapes import Shape
+
+
+def standing_in(case):
+    """Eager torch, or the rounded answer where this torch has no such product on the CPU."""
+
+    def call(A, B, **operands):
+        try:
+            return case.eager(A, B, **operands)
+        except RuntimeError:
+            return tuple(x.to(OUT_DTYPE) for x in reference(case, Inputs(A, B, operands)))
+
+    return call
 
 
 @pytest.fixture
@@ -19,7 +31,7 @@ def api(monkeypatch):
     """gemmgen's place taken by eager torch; builds are noted in `api.built`."""
     module = ModuleType("bench.gemmgen_api")
     module.built = []
-    module.gemm = lambda case: case.eager
+    module.gemm = standing_in
     module.build = lambda case, shape, arch: module.built.append((case.name, arch))
     monkeypatch.setitem(sys.modules, "bench.gemmgen_api", module)
     monkeypatch.setattr("bench.gemmgen_api", module, raising=False)
