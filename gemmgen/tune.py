@@ -1,0 +1,248 @@
+"""Measures the ways to run a call on the call itself: built in parallel, checked, the slow ones dropped early."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gemmgen import choose, jit, tuned
+from gemmgen.bind import Binding
+from gemmgen.config import GemmConfig
+from gemmgen.device import Target
+from gemmgen.errors import CompileError, GemmgenError, IllegalConfig
+from gemmgen.evaluate import TORCH_DTYPES
+from gemmgen.plan import Operands, Plan, run
+from gemmgen.timing import ColdL2Recorder, Recorder, Timing, measure
+from gemmgen.tuned import Entry, Measured
+from gemmgen.ways import SPLIT, Fused, Way
+
+logger = logging.getLogger(__name__)
+
+OUTLIERS = 1e-5  # share of elements that may differ more: an epilogue with a jump may land on its other side
+TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 products
+STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
+VARIED = 3  # ways whose rasters and swizzles are tried
+FINALISTS = 4
+
+_one_at_a_time = threading.Lock()  # two measurements would disturb each other
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is measured: a call as it is bound, with its tensors.
+
+    Attributes:
+        reference: makes the float64 results; asked only where the split way cannot run.
+    """
+
+    binding: Binding
+    target: Target
+    matrices: tuple[Tensor, Tensor]
+    operands: Operands
+    reference: Callable[[], list[Tensor]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrices[0].device
+
+    def results(self, plan: Plan) -> list[Tensor]:
+        """The results of `plan` in tensors of our own, in which nothing looks computed beforehand."""
+        outs = [_poisoned(store.shape, store.dtype, self.device) for store in plan.stores]
+        return run(plan, self.matrices, self.operands, self.device, outs)
+
+
+def found_or_measured(call: Call) -> Entry:
+    """What is kept for the call's bucket; else it is measured now and kept."""
+    key = tuned.key_of(call.binding, call.target)
+    with _one_at_a_time:
+        return tuned.find(key) or _kept(key, call, None, rounds=15, recorder=None)
+
+
+def measured(
+    call: Call, configs: Sequence[GemmConfig] | None = None, rounds: int = 25, recorder: Recorder | None = None
+) -> Entry:
+    """Measure the ways to run `call` and keep the times for its bucket.
+
+    Args:
+        configs: the fused kernels to try; by default those that the model does not call hopeless, but for those
+            that failed before.
+        rounds: samples of each way that is left at the end.
+        recorder: how one call is timed; L2 cold by default.
+    """
+    with _one_at_a_time:
+        return _kept(tuned.key_of(call.binding, call.target), call, configs, rounds, recorder)
+
+
+def _kept(
+    key: tuned.Key, call: Call, configs: Sequence[GemmConfig] | None, rounds: int, recorder: Recorder | None
+) -> Entry:
+    before = tuned.find(key)
+    known = before.failures if before is not None and configs is None else {}
+    candidates = [way for way in candidates_of(call, configs) if way not in known]
+    plans, failures = _planned(call, candidates)
+    plans, wrong = _checked(call, plans)
+    times = _halved(call, plans, rounds, recorder or ColdL2Recorder(call.device)) if plans else {}
+    rows = [Measured(way, time_us) for way, time_us in times.items()]
+    rows += [Measured(way, None, failure) for way, failure in {**known, **failures, **wrong}.items()]
+    entry = Entry.of(call.binding.extents.M, tuple(rows))
+    tuned.put(key, entry)
+    return entry
+
+
+def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None) -> list[Way]:
+    """The ways worth measuring, split among them where it can run.
+
+    Raises:
+        IllegalConfig: one of `configs` cannot run the call; the message says why.
+    """
+    signature, extents, target = call.binding.signature, call.binding.extents, call.target
+    if configs is None:
+        ranked = choose.worth_measuring(signature, extents, target.arch, target.sm_count)
+        fused = [Fused(choice.config) for choice in ranked]
+    else:
+        fused = [Fused(config) for config in dict.fromkeys(configs)]
+    for way in fused:
+        if reason := way.reject_reason(call.binding, target.arch):
+            raise IllegalConfig(f"{way.config.label} cannot run `{call.binding.graph.name}`: {reason}")
+    is_splittable = SPLIT.reject_reason(call.binding, target.arch) is None
+    return [*fused, SPLIT] if is_splittable else [*fused]
+
+
+# Building and checking
+
+Plans = dict[Way, Plan]
+Failures = dict[Way, str]
+
+
+def _planned(call: Call, candidates: Sequence[Way]) -> tuple[Plans, Failures]:
+    """A plan for each candidate that builds and loads."""
+    fused = [way for way in candidates if isinstance(way, Fused)]
+    sources = [way.source(call.binding, call.target.arch) for way in fused]
+    plans: Plans = {}
+    failures: Failures = {}
+    for way, built in zip(fused, jit.build(sources, on_error="return"), strict=True):
+        if isinstance(built, CompileError):
+            failures[way] = _first_line(built)
+        elif isinstance(built, GemmgenError):
+            raise built  # the tools are missing, or forbidden: no candidate's fault
+        else:
+            _attempt(way, functools.partial(way.plan_of, built, call.binding, call.target), plans, failures)
+    if SPLIT in candidates:
+        plans[SPLIT] = SPLIT.plan(call.binding, call.target)
+    return plans, failures
+
+
+def _attempt(way: Way, make: Callable[[], Plan], plans: Plans, failures: Failures) -> None:
+    try:
+        plans[way] = make()
+    except GemmgenError as error:
+        failures[way] = _first_line(error)
+
+
+def _checked(call: Call, plans: Plans) -> tuple[Plans, Failures]:
+    """The plans that run and compute what they should; and what the others do."""
+    expected = call.results(plans[SPLIT]) if SPLIT in plans else _rounded(call)
+    good: Plans = {}
+    failures: Failures = {}
+    for way, plan in plans.items():
+        try:
+            wrong = disagreement(call.results(plan), expected)
+        except GemmgenError as error:
+            wrong = _first_line(error)
+        if wrong:
+            failures[way] = wrong
+            logger.warning("%s is left out of tuning `%s`: %s", way.label, call.binding.graph.name, wrong)
+        else:
+            good[way] = plan
+    return good, failures
+
+
+def _rounded(call: Call) -> list[Tensor]:
+    dtypes = [TORCH_DTYPES[dtype] for dtype in call.binding.dtypes]
+    return [result.to(dtype) for result, dtype in zip(call.reference(), dtypes, strict=True)]
+
+
+def disagreement(results: Iterable[Tensor], expected: Iterable[Tensor]) -> str:
+    """How results differ by more than rounding, or the empty string."""
+    for index, (result, want) in enumerate(zip(results, expected, strict=True)):
+        count = _wrong_elements(result, want)
+        if count > OUTLIERS * want.numel():
+            return f"result {index} is wrong in {count} of {want.numel()} elements"
+    return ""
+
+
+def _wrong_elements(result: Tensor, expected: Tensor) -> int:
+    got, want = result.to(torch.float32), expected.to(torch.float32)
+    is_finite = torch.isfinite(want)
+    same = (got == want) | (got.isnan() & want.isnan())
+    peak = torch.where(is_finite, want, 0).abs().amax() if want.numel() else want.sum()
+    limit = peak * tolerance_of(expected.dtype) + (0 if expected.dtype.is_floating_point else 1)
+    near = is_finite & ((got - want).abs() <= limit)
+    return int((~(same | near)).sum())
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far a stored result may be off, as a share of the largest."""
+    return max(TOLERANCE, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else TOLERANCE
+
+
+def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN in every float dtype, -1 in the others."""
+    elements = math.prod(shape)
+    raw = torch.full((elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+    return raw.view(dtype).reshape(shape)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# Measuring
+
+
+def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder) -> dict[Way, float]:
+    """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
+    ratios: dict[Way, float] = {}
+    left = dict(plans)
+    for stage, (few, limit) in enumerate(STAGES):
+        medians = _measured(call, left, few, recorder)
+        best = min(medians.values())
+        ratios |= {way: time_us / best for way, time_us in medians.items()}
+        left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
+        if stage == 0:
+            left |= _variants(call, dict(list(left.items())[:VARIED]))
+    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, recorder)
+    return {way: ratio * min(final.values()) for way, ratio in ratios.items()} | final
+
+
+def _measured(call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Recorder) -> dict[Way, float]:
+    calls = {
+        str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
+        for index, plan in enumerate(plans.values())
+    }
+    timings: dict[str, Timing] = measure(calls, rounds, warmup=1, recorder=recorder)
+    return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
+
+
+def _variants(call: Call, plans: Plans) -> Plans:
+    """The same kernels with other rasters and swizzles, which are values of a launch and need no build."""
+    varied: Plans = {}
+    for way, plan in plans.items():
+        if isinstance(way, Fused) and way.config.family == "sm90" and plan.kernel is not None:
+            for config in _orders(call, way.config):
+                if Fused(config) not in plans:
+                    varied[Fused(config)] = plan.with_order(config)
+    return varied
+
+
+def _orders(call: Call, config: GemmConfig) -> list[GemmConfig]:
+    widest = choose.fitted_to(call.binding.extents, config).swizzle
+    swizzles = dict.fromkeys((widest, 1))
+    return [replace(config, raster=raster, swizzle=s) for raster in ("M", "N") for s in swizzles]
