@@ -14,7 +14,7 @@ from gemmgen.ir.text import to_text
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.ops import EpilogueOp
 from gemmgen.plan import Operands, finish_texts, pointwise_text
-from gemmgen.runtime import bind_call
+from gemmgen.runtime import bind_call, selected
 from gemmgen.source import KernelSource
 from gemmgen.ways import Fused, Selection
 
@@ -63,8 +63,9 @@ def build(
 
 
 def _fused_ways(op: EpilogueOp, binding: Binding, arch: Arch) -> list[Fused]:
-    selection = ways.select(binding, absent_target(arch), op.runner.options.config)
-    return [way for way in selection.ways if isinstance(way, Fused)]
+    chosen = selected(binding, _target(arch), op.runner.options)
+    others = ways.select(binding, _target(arch), op.runner.options.config)
+    return [way for way in (*chosen.ways, *others.ways) if isinstance(way, Fused)]
 
 
 def explain_graph(op: EpilogueOp) -> str:
@@ -104,7 +105,7 @@ def _readings(binding: Binding) -> list[str]:
 
 
 def _choices(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
-    selection = ways.select(binding, target, op.runner.options.config)
+    selection = selected(binding, target, op.runner.options)
     first = selection.ways[0]
     title = f"fused kernel {first.config.label}" if isinstance(first, Fused) else "unfused: a kernel after cuBLAS"
     notes = [*selection.notes, *_why_not_preferred(selection, binding, target)]

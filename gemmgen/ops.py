@@ -49,7 +49,7 @@ class EpilogueOp:
         self.graph = graphs[DType.F32]
         self._operands = OperandSchema(self.graph.parameters, reserved={"A", "B", "out_dtype"})
         self._check_size()
-        self.runner = Runner(self.graph_for, options)
+        self.runner = Runner(self.graph_for, options, self.reference)
         self._define()
         packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self.overload, self.out_overload = packet.default, packet.out

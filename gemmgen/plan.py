@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,13 @@ class Plan:
     module: jit.Module | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     product: Product | None = None
+
+    def with_order(self, config: GemmConfig) -> Plan:
+        """The same kernel walking its tiles by the raster and the swizzle of `config`."""
+        args = jit.Args.from_buffer_copy(self.args)
+        args.swizzle, args.raster = config.swizzle, RASTER[config.raster]
+        workspace_bytes = self.kernel.workspace_bytes(args) if self.kernel else 0
+        return replace(self, config=config, args=args, workspace_bytes=workspace_bytes)
 
 
 # Making plans

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gemmgen import background, ways
+from gemmgen import background, tune, tuned, ways
 from gemmgen.bind import Binding, bind, bind_epilogue
 from gemmgen.config import GemmConfig
 from gemmgen.device import Target, current_index, is_capturing, made_current, target_of
@@ -23,7 +23,7 @@ from gemmgen.ir.graph import Graph
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
-from gemmgen.ways import SPLIT, Fused
+from gemmgen.ways import SPLIT, Fused, Selection
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
 Key = tuple[object, ...]
 Compile = Literal["eager", "background"]
 Tune = Literal["off", "cached", "first-call"]
+Reference = Callable[[Tensor, Tensor, Operands], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,12 @@ class Upgrade:
 class Runner:
     """Runs the GEMM of one graph (per accumulator type) on CUDA devices."""
 
-    def __init__(self, graph_for: Callable[[DType], Graph], options: Options = DEFAULT):
+    def __init__(
+        self, graph_for: Callable[[DType], Graph], options: Options = DEFAULT, reference: Reference | None = None
+    ):
         self._graph_for = graph_for
         self.options = options
+        self._reference = reference
         self._plans = Plans()
         self._pending: dict[Key, Upgrade] = {}
 
@@ -116,19 +120,45 @@ class Runner:
         key = (A.get_device(), out_dtype, precision, len(outs or ()), *map(_metadata, tensors))
 
         def make() -> Plan:
-            return self._make(key, bind_call(self._graph_for, A, B, operands, out_dtype, outs), target_of(A.device))
+            return self._make(key, self.tunable(A, B, operands, out_dtype, outs))
 
         plan = self._plans.get(key, make)
         return self._upgraded(key, plan) if self._pending else plan
 
-    def _make(self, key: Key, binding: Binding, target: Target) -> Plan:
+    def tunable(
+        self,
+        A: Tensor,
+        B: Tensor,
+        operands: Operands,
+        out_dtype: torch.dtype | None = None,
+        outs: Sequence[Tensor] | None = None,
+    ) -> tune.Call:
+        """A call as it is bound, with its tensors."""
+        binding = bind_call(self._graph_for, A, B, operands, out_dtype, outs)
+        return tune.Call(binding, target_of(A.device), (A, B), operands, lambda: self._referred(A, B, operands))
+
+    def forget_plans(self) -> None:
+        """Choose anew for every call, as after a measurement."""
+        self._plans = Plans()
+
+    def _referred(self, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
+        assert self._reference is not None, "a runner without a reference tunes only what torch can multiply"
+        return self._reference(A, B, operands)
+
+    def _make(self, key: Key, call: tune.Call) -> Plan:
+        binding, target = call.binding, call.target
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
-        selection = ways.select(binding, target, self.options.config)
+        selection = self._selection(call)
         if self.options.compile == "background" and can_wait(selection, binding, target):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
             return SPLIT.plan(binding, target)
         return ways.first_plan(selection.ways, binding, target)
+
+    def _selection(self, call: tune.Call) -> Selection:
+        if self.options.tune == "first-call" and self.options.config is None and not is_capturing():
+            tune.found_or_measured(call)
+        return selected(call.binding, call.target, self.options)
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:
         """`plan`, or the fused one that was built in the background, which replaces it from now on."""
@@ -146,7 +176,16 @@ class Runner:
         return plan
 
 
-def can_wait(selection: ways.Selection, binding: Binding, target: Target) -> bool:
+def selected(binding: Binding, target: Target, options: Options) -> Selection:
+    """What a call runs, by what was measured before or else by the model. Measures nothing."""
+    if options.config is None and options.tune != "off" and target.name:
+        entry = tuned.find(tuned.key_of(binding, target))
+        if entry is not None and (selection := entry.selection(binding, target)):
+            return selection
+    return ways.select(binding, target, options.config)
+
+
+def can_wait(selection: Selection, binding: Binding, target: Target) -> bool:
     """Whether the chosen kernel is yet to be compiled, and the split way can serve calls meanwhile."""
     first = selection.ways[0]
     if not isinstance(first, Fused) or SPLIT.reject_reason(binding, target.arch) is not None:
@@ -154,7 +193,7 @@ def can_wait(selection: ways.Selection, binding: Binding, target: Target) -> boo
     return not first.is_built(binding, target.arch)
 
 
-def _building(selection: ways.Selection, binding: Binding, target: Target) -> Future[tuple[Fused, BuiltKernel]]:
+def _building(selection: Selection, binding: Binding, target: Target) -> Future[tuple[Fused, BuiltKernel]]:
     fused = tuple(way for way in selection.ways if isinstance(way, Fused))
     key = (binding.graph.digest, binding.signature, fused, target.arch)
     what = f"the fused kernel of `{binding.graph.name}`"

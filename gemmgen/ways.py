@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,7 +23,8 @@ from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Plan, Product, fused_plan, laid_out, pointwise_plan
-from gemmgen.problem import EIGHT_BIT, FP8
+from gemmgen.problem import EIGHT_BIT, FP8, Extents
+from gemmgen.signature import Signature
 from gemmgen.source import KernelSource
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,18 @@ class Fused:
         """Why it cannot run the call, or None when it can."""
         return choose.REJECT[self.config.family](binding.signature, self.config, arch)
 
-    def estimate_us(self, binding: Binding, target: Target) -> float:
+    def estimate_us(self, signature: Signature, extents: Extents, target: Target) -> float:
         """The model's time, in microseconds."""
-        return choose.estimate_us(binding.signature, binding.extents, self.config, target.sm_count)
+        return choose.estimate_us(signature, extents, self.config, target.sm_count)
+
+    def fitted_to(self, extents: Extents) -> Fused:
+        """This way for another M: with a swizzle that pads its grid no further."""
+        fitted = choose.fitted_to(extents, self.config)
+        return self if self.config.swizzle <= fitted.swizzle else Fused(fitted)
+
+    def facts(self) -> dict[str, object]:
+        """What `way_of` makes this way from again; JSON."""
+        return {"way": self.name, "config": asdict(self.config)}
 
     def source(self, binding: Binding, arch: Arch) -> KernelSource:
         """The CUDA text. Raises IllegalConfig where `reject_reason` has a reason."""
@@ -87,9 +97,17 @@ class Split:
             return f"torch has no product of {binding.signature.a.dtype.text} that accumulates in fp32"
         return product.reject_reason(binding, arch)
 
-    def estimate_us(self, binding: Binding, target: Target) -> float:
+    def estimate_us(self, signature: Signature, extents: Extents, target: Target) -> float:
         """The model's time, in microseconds."""
-        return choose.estimate_split_us(binding.signature, binding.extents, target.sm_count)
+        return choose.estimate_split_us(signature, extents, target.sm_count)
+
+    def fitted_to(self, extents: Extents) -> Split:
+        """This way for another M."""
+        return self
+
+    def facts(self) -> dict[str, object]:
+        """What `way_of` makes this way from again; JSON."""
+        return {"way": self.name}
 
     def plan(self, binding: Binding, target: Target) -> Plan:
         """The plan; its kernel needs NVRTC alone. Raises what `jit.build_module` raises."""
@@ -99,6 +117,22 @@ class Split:
 Way = Fused | Split
 AnyWay = TypeVar("AnyWay", Fused, Way)
 T = TypeVar("T")
+
+
+def way_of(facts: Mapping[str, Any]) -> Way:
+    """The way that `facts()` described.
+
+    Raises:
+        ValueError, TypeError, KeyError: it described none.
+    """
+    if facts["way"] == Split.name:
+        return SPLIT
+    if facts["way"] != Fused.name:
+        raise ValueError(f"no way is called {facts['way']!r}")
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in facts["config"].items()
+    }
+    return Fused(GemmConfig(**fields))
 SPLIT = Split()
 
 
@@ -298,7 +332,7 @@ def select(binding: Binding, target: Target, config: GemmConfig | None = None) -
         only = tuple(timed.way for timed in fused)
         why = "the fastest by the model (no measurement)"
         return Selection(only, why, tuple(fused), notes=(f"no split: {reason}",))
-    split = Timed(SPLIT, SPLIT.estimate_us(binding, target))
+    split = Timed(SPLIT, SPLIT.estimate_us(binding.signature, binding.extents, target))
     table = tuple(sorted([*fused, split], key=lambda timed: timed.time_us))
     if split.time_us * SPLIT_MARGIN < fused[0].time_us:
         why = f"by the model {fused[0].time_us / split.time_us:.1f} times faster than any fused kernel (no measurement)"
