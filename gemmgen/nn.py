@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemmgen.chain import chain
-from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue, Value, epilogue
 from gemmgen.errors import OperandError, ShapeMismatch
 from gemmgen.gemm import Gemm, Operand, Result, linear
@@ -34,7 +33,7 @@ class Linear(torch.nn.Module):
         in_features, out_features: K and N.
         bias: whether the module has a bias; the epilogue's Row operand `bias` gets it.
         epilogue: declared with `@gg.epilogue`, or a `Gemm` with its options; None only adds the bias.
-        config, save: as for `Gemm`.
+        options: as for `Gemm`, where `epilogue` is none itself.
 
     Raises:
         OperandError: there is a bias, and the epilogue has no Row operand called `bias`.
@@ -50,14 +49,13 @@ class Linear(torch.nn.Module):
         bias: bool = True,
         epilogue: Epilogue | Gemm | None = None,
         *,
-        config: GemmConfig | None = None,
-        save: Literal["auto", "recompute"] = "auto",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.op = _gemm(epilogue, bias, config, save)
+        self.op = _gemm(epilogue, bias, options)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         vector = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter(BIAS, vector)
@@ -178,13 +176,10 @@ class MLP(torch.nn.Module):
         )  # fmt: skip
 
 
-def _gemm(
-    epilogue: Epilogue | Gemm | None, bias: bool, config: GemmConfig | None, save: Literal["auto", "recompute"]
-) -> Gemm:
-    if isinstance(epilogue, Gemm):
-        op = epilogue
-    else:
-        op = Gemm(epilogue or (add_bias if bias else unchanged), config=config, save=save)
+def _gemm(epilogue: Epilogue | Gemm | None, bias: bool, options: Mapping[str, Any]) -> Gemm:
+    op = epilogue if isinstance(epilogue, Gemm) else Gemm(epilogue or (add_bias if bias else unchanged), **options)
+    if op is epilogue and options:
+        raise OperandError(f"a Gemm has its options: {', '.join(options)} cannot be given\n  Give them to the Gemm.")
     if bias and not any(p.name == BIAS and p.axes is Axes.ROW for p in op._parameters):
         raise OperandError(
             f"epilogue `{op.epilogue.name}` has no Row operand called `{BIAS}`, and the module has a bias\n"

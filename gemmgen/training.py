@@ -110,12 +110,14 @@ class Prepared:
     Attributes:
         forward_op: computes the results, then the tiles that the backward needs.
         reads: the operands that the backward reads.
+        options: of the GEMMs of the backward; a fixed config is the forward's alone.
     """
 
     plan: BackwardPlan
     forward_op: EpilogueOp
     reads: frozenset[str]
     reruns_mainloop: bool
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,8 @@ def _prepared(
     plan = plan_backward(graph, wants, save=stage.save, tile_dtype=matrix_dtype)
     loaded = {node.attr for part in (*plan.passes, plan.backward) for node in part.nodes() if node.op is Op.LOAD}
     reads = frozenset(p.name for p in graph.parameters if p.name in loaded)
-    return Prepared(plan, _forward_op(stage.op, plan, matrix_dtype), reads, plan.reruns_mainloop)
+    options = replace(stage.op.runner.options, config=None)
+    return Prepared(plan, _forward_op(stage.op, plan, matrix_dtype), reads, plan.reruns_mainloop, options)
 
 
 def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> EpilogueOp:
@@ -419,12 +422,13 @@ class Part:
     aliases: Mapping[str, str]
     rest: Graph
     reruns_mainloop: bool
+    options: Options
 
 
 @functools.lru_cache(maxsize=1024)
 def _part(prepared: Prepared, wants: tuple[str, ...], arrived: tuple[str, ...]) -> Part:
     plan = prepared.plan.restricted(wants, arrived)
-    return Part(plan, plan.aliases, plan.without_aliases(), plan.reruns_mainloop)
+    return Part(plan, plan.aliases, plan.without_aliases(), plan.reruns_mainloop, prepared.options)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -438,7 +442,7 @@ def _fused(part: Part, cotangent: str, dtypes: tuple[DType, ...]) -> EpilogueOp 
     except NoBackward:
         return None
     graph = replace(_stored_as(graph, dtypes), name=f"{plan.graph.name}_dgrad")
-    return register({DType.F32: graph, DType.I32: graph})
+    return register({DType.F32: graph, DType.I32: graph}, part.options)
 
 
 def _elementwise(call: Call, wants: tuple[str, ...], arrived: Mapping[str, Tensor], memory: Memory) -> Gradients:
@@ -488,7 +492,9 @@ def _last_pass(part: Part, dtypes: tuple[DType, ...]) -> ElementwiseOp | Epilogu
     graph = _stored_as(part.rest, dtypes)
     if not graph.results:
         return None
-    return register({DType.F32: graph, DType.I32: graph}) if part.reruns_mainloop else register_elementwise(graph)
+    if part.reruns_mainloop:
+        return register({DType.F32: graph, DType.I32: graph}, part.options)
+    return register_elementwise(graph)
 
 
 def _stored_as(graph: Graph, dtypes: tuple[DType, ...]) -> Graph:

@@ -111,6 +111,8 @@ def test_a_gemm_with_its_options_may_be_given():
     op = gg.Gemm(library.bias_gelu, save="recompute")
     assert gg.nn.Linear(K, N, epilogue=op).op is op
     assert gg.nn.Linear(K, N, epilogue=library.bias_gelu, save="recompute").op.save == "recompute"
+    with pytest.raises(gg.OperandError, match="save cannot be given"):
+        gg.nn.Linear(K, N, epilogue=op, save="auto")
 
 
 @pytest.mark.parametrize("bias", [True, False])

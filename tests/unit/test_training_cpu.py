@@ -97,7 +97,7 @@ def test_gradcheck(epilogue, lead, save):
 @settings(max_examples=120)
 @given(graph=epilogues(), seed=st.integers(0, 1000), save=st.sampled_from(["auto", "recompute"]))
 def test_random_epilogues_match_torchs_autograd(graph, seed, save):
-    op = differentiable({DType.F32: graph, DType.I32: graph}, None, save)
+    op = differentiable({DType.F32: graph, DType.I32: graph}, save=save)
     A, shaped = inputs(seed)
     A, B = A.requires_grad_(), torch.eye(N, dtype=torch.float64).expand(L, N, N).clone().requires_grad_()
     shaped = {name: value.requires_grad_() for name, value in shaped.items()}
@@ -424,6 +424,34 @@ def test_bf16_gradients_are_rounded_once():
     for ours, theirs, want in zip(leaves, eager, wide, strict=True):
         assert ours.grad.dtype == torch.bfloat16
         assert (ours.grad - want.grad).norm() <= 2 * (theirs.grad - want.grad).norm() + 1e-2 * want.grad.norm()
+
+
+def test_an_out_dtype_of_its_own():
+    torch.manual_seed(0)
+    op = gg.Gemm(library.bias_gelu)
+    leaves = [leaf(*shape, dtype=torch.bfloat16) for shape in ((M, K), (K, N), (N,))]
+    D = op(*leaves[:2], bias=leaves[2], out_dtype=torch.float32)
+    assert D.dtype == torch.float32
+    D.square().sum().backward()
+    low = [x.detach().requires_grad_() for x in leaves]
+    op(*low[:2], bias=low[2]).float().square().sum().backward()
+    for wide, narrow in zip(leaves, low, strict=True):
+        assert wide.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(wide.grad, narrow.grad, rtol=0.05, atol=0.05)
+
+
+def test_gemms_of_the_backward_take_the_options_of_the_op_but_its_config():
+    from gemmgen import ops
+
+    config = gg.GemmConfig("sm90", (128, 128, 64))
+    op1 = gg.Gemm(library.bias_silu, config=config, compile="background")
+    chain = gg.chain(op1, gg.Gemm(library.bias))
+    bias = {"bias": leaf(N)}
+    chain(leaf(M, K), leaf(K, N), leaf(N, N), first=bias, second=bias).sum().backward()
+    options = {name: op.runner.options for name, op in ops._ops.items() if isinstance(op, ops.EpilogueOp)}
+    of_dgrad = [o for name, o in options.items() if name.startswith("bias_silu_dgrad") and o.compile == "background"]
+    of_forward = [o for name, o in options.items() if name.startswith("bias_silu_train") and o.config == config]
+    assert [o.config for o in of_dgrad] == [None] and len(of_forward) == 1
 
 
 # Chains
