@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -159,6 +159,33 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
         memory = [f"{b / 2**20:.0f}" if (b := row[key]) is not None else "" for key in ("saved_bytes", "peak_bytes")]
         table.add_row(rung, *times, ratio, *memory, f"{row['error']:.1e}" if row["error"] else "", row["reason"] or "")
     return table
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Forward and backward together of every problem in microseconds, a rung a column; then the elementwise pass."""
+    timed = [row for row in rows if row["phase"] == "forward_backward"]
+    rungs = [rung for rung in dict.fromkeys(row["rung"] for row in timed) if any(_median(timed, rung))]
+    lines = [_line(["case", "tokens", "hidden", "inner", *rungs]), _line(["---"] * (4 + len(rungs)))]
+    for problem in dict.fromkeys(map(_problem, timed)):
+        own = [row for row in timed if _problem(row) == problem]
+        times = [f"{t:.0f}" if (t := next(_median(own, rung), None)) else "-" for rung in rungs]
+        lines.append(_line([*map(str, problem), *times]))
+    for row in rows:
+        if row["phase"] == "pass" and row["rung"] == "gemmgen":
+            lines.append(f"\nThe elementwise pass alone: {row['median_us']:.1f} us, {row['of_copy']:.1%} of a copy's rate.")
+    return "\n".join(lines)
+
+
+def _problem(row: Row) -> tuple[object, ...]:
+    return row["case"], row["tokens"], row["hidden"], row["inner"]
+
+
+def _median(rows: Sequence[Row], rung: str) -> Iterator[float]:
+    return (row["median_us"] for row in rows if row["rung"] == rung and row["median_us"])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _conclude(rows: Sequence[Row], console: Console) -> int:

@@ -52,6 +52,8 @@ def test_rungs_that_cannot_run_have_a_reason_and_rows_are_json():
     assert rows[1]["median_us"] == 75.0 and "Liger" in rows[-1]["reason"]
     assert json.loads(json.dumps(rows)) == rows
     assert suite.table_of("title", rows).row_count == 2
+    lines = suite.markdown_table(rows).splitlines()
+    assert lines[0] == "| case | tokens | hidden | inner | eager |" and lines[2].endswith("| 8 | 16 | 24 | 105 |")
 
 
 def test_the_pass_moves_the_tiles_that_its_bandwidth_counts():
