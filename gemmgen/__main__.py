@@ -1,4 +1,4 @@
-"""The command line: `gemmgen build`, `explain`, `bench`, `doctor`, `cache ls | clear | verify`."""
+"""The command line: `gemmgen build`, `explain`, `tune`, `bench`, `doctor`, `cache ls | clear | verify`."""
 
 from __future__ import annotations
 
@@ -155,6 +155,25 @@ def explain(target: str, arch: str | None, shapes: tuple[str, ...], backward: bo
         return
     for op, problem in _problems(target, shapes, options):
         click.echo(op.explain(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands))
+
+
+@main.command()
+@_takes_a_problem
+@click.option("--rounds", default=25, show_default=True, help="Samples of each kernel that is left at the end.")
+def tune(target: str, arch: str | None, shapes: tuple[str, ...], rounds: int, **options: Any) -> None:
+    """Measure the kernels that an epilogue can run as, for each --shape, and keep the times. Needs a GPU.
+
+    A shape serves its whole bucket of M: up to the next power of two, or one and a half of one.
+    """
+    from gemmgen.cli_problem import on_gpu
+
+    if arch is not None:
+        raise click.UsageError("tune measures on the GPU that is here: leave --arch away")
+    for op, problem in _problems(target, shapes or ("4096,4096,4096",), options):
+        drawn = on_gpu(problem)
+        started = time.perf_counter()
+        entry = op.tune(drawn.A, drawn.B, rounds=rounds, out_dtype=drawn.out_dtype, **drawn.operands)
+        click.echo(f"{tuple(drawn.A.shape)} x {tuple(drawn.B.shape)}, {time.perf_counter() - started:.1f} s: {entry}")
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

@@ -1,6 +1,8 @@
-"""Ahead of time: what a call would run, built or explained from metadata alone. Needs no GPU."""
+"""Ahead of a call: what it would run, built or explained from metadata alone without a GPU, or tuned on one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,15 +10,18 @@ from torch import Tensor
 from gemmgen import choose, jit, ways
 from gemmgen.arch import Arch, arch_named, arch_of_capability
 from gemmgen.bind import Binding
-from gemmgen.device import Target, absent_target, current_index, target_of
-from gemmgen.errors import UnsupportedArch
+from gemmgen.config import GemmConfig
+from gemmgen.device import Target, absent_target, current_index, made_current, target_of
+from gemmgen.errors import OperandError, UnsupportedArch
 from gemmgen.ir.text import to_text
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.ops import EpilogueOp
 from gemmgen.plan import Operands, finish_texts, pointwise_text
 from gemmgen.runtime import bind_call, selected
 from gemmgen.source import KernelSource
-from gemmgen.ways import Fused, Selection
+from gemmgen.tune import measured
+from gemmgen.tuned import Entry
+from gemmgen.ways import SPLIT, Fused, Selection
 
 MAX_LISTED = 8
 
@@ -68,6 +73,25 @@ def _fused_ways(op: EpilogueOp, binding: Binding, arch: Arch) -> list[Fused]:
     return [way for way in (*chosen.ways, *others.ways) if isinstance(way, Fused)]
 
 
+def tune(
+    op: EpilogueOp,
+    A: Tensor,
+    B: Tensor,
+    operands: Operands,
+    out_dtype: torch.dtype | None,
+    configs: Sequence[GemmConfig] | None,
+    rounds: int,
+) -> Entry:
+    """Measure the ways to run a call with these tensors, and let the op choose by that from now on."""
+    with torch.no_grad(), made_current(A.device):
+        call = op.runner.tunable(A.detach(), B.detach(), operands, out_dtype)
+        if call.binding.is_empty or call.binding.extents.K == 0:
+            raise OperandError(f"`{op.graph.name}` has nothing to tune: an extent is 0")
+        entry = measured(call, configs, rounds)
+    op.runner.forget_plans()
+    return entry
+
+
 def explain_graph(op: EpilogueOp) -> str:
     """The graph of the epilogue and the op that stands for it."""
     return f"{to_text(op.graph)}\nop gemmgen::{op.schema}"
@@ -108,8 +132,16 @@ def _choices(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
     selection = selected(binding, target, op.runner.options)
     first = selection.ways[0]
     title = f"fused kernel {first.config.label}" if isinstance(first, Fused) else "unfused: a kernel after cuBLAS"
-    notes = [*selection.notes, *_why_not_preferred(selection, binding, target)]
+    notes = [*selection.notes, *_why_not_preferred(selection, binding, target), *_meanwhile(op, binding, target)]
     return [f"{title}: {selection.why}", *_table(selection), *notes]
+
+
+def _meanwhile(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
+    if op.runner.options.compile != "background":
+        return []
+    if reason := SPLIT.reject_reason(binding, target.arch):
+        return [f"the first call waits for the compilers, as there is no split way: {reason}"]
+    return ["until that kernel is built, calls run split: cuBLAS, then the pointwise kernel"]
 
 
 def _table(selection: Selection) -> list[str]:

@@ -154,6 +154,25 @@ def problem(
     return Problem(A, B, operands, parsed_dtype(out_dtype) if out_dtype else None)
 
 
+def on_gpu(problem: Problem) -> Problem:
+    """The same problem with tensors on the current GPU, of the same strides, uniform in [-1, 1] (int8: its range).
+
+    Raises:
+        GemmgenError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise GemmgenError("there is no GPU here to measure on")
+    operands = {name: _drawn(x) if isinstance(x, Tensor) else x for name, x in problem.operands.items()}
+    return Problem(_drawn(problem.A), _drawn(problem.B), operands, problem.out_dtype)
+
+
+def _drawn(like: Tensor, device: str = "cuda") -> Tensor:
+    drawn = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    if like.dtype.is_floating_point:
+        return drawn.copy_(torch.rand(like.shape, device=device).mul_(2).sub_(1))
+    return drawn.copy_(torch.randint(-128, 128, like.shape, device=device))
+
+
 def _matrix(shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool) -> Tensor:
     if is_transposed:
         return torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device="meta").mT

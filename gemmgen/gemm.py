@@ -21,6 +21,7 @@ from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
 from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types, result_axes
 from gemmgen.runtime import Compile, Options, Tune
+from gemmgen.tuned import Entry
 
 Operand = Tensor | float
 Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -62,6 +63,7 @@ class Gemm:
         _check_option("save", save, save in ("auto", "recompute"), '"auto" or "recompute"')
         self.epilogue = fn
         self.mainloop = mainloop or Dense()
+        self.config = config
         self.options = Options(config, compile, tune)
         self.save = save
         graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
@@ -122,6 +124,38 @@ class Gemm:
         """Build and load what a call with tensors like these needs, so that the call can be captured at once."""
         with torch.no_grad():
             self(A, B, out=None, out_dtype=out_dtype, **operands)
+
+    def tune(
+        self,
+        A: Tensor,
+        B: Tensor,
+        /,
+        *,
+        configs: Sequence[GemmConfig] | None = None,
+        rounds: int = 25,
+        out_dtype: torch.dtype | None = None,
+        **operands: Operand,
+    ) -> Entry:
+        """Measure the ways to run a call on these very tensors, and keep the times for its bucket of M.
+
+        Kernels are built in parallel; each is checked against torch's product before it may win. Nothing of the
+        caller's is written. Later calls use the fastest, in other processes on this machine too.
+
+        Args:
+            configs: the fused kernels to try; by default those that the model does not call hopeless.
+            rounds: samples of each way that is left at the end.
+
+        Returns:
+            What was measured; print it for a table.
+
+        Raises:
+            OperandError: the op has a fixed config, the tensors are not on a GPU, or there is nothing to compute.
+            IllegalConfig: one of `configs` cannot run the call.
+        """
+        if self.config is not None or not A.is_cuda:
+            what = "has a fixed config" if self.config is not None else f"was given A on {A.device}"
+            raise OperandError(f"`{self._name}` cannot be tuned: it {what}\n  Tune a Gemm without config, on a GPU.")
+        return aot.tune(self._op, *self._folded(A, B, operands, out_dtype)[:3], out_dtype, configs, rounds)
 
     def build(
         self,

@@ -70,6 +70,11 @@ class Entry:
 
         return Entry(M, tuple(sorted(rows, key=by_time)))
 
+    def __str__(self) -> str:
+        lines = [f"measured at M = {self.M}"]
+        lines += [f"  {row.time_us:9.1f} us  {row.way.label}" for row in self.rows if row.time_us is not None]
+        return "\n".join([*lines, *(f"     failed     {way.label}: {why}" for way, why in self.failures.items())])
+
     @property
     def failures(self) -> dict[Way, str]:
         return {row.way: row.failure for row in self.rows if row.time_us is None}
