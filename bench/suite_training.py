@@ -172,7 +172,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
         lines.append(_line([*map(str, problem), *times]))
     for row in rows:
         if row["phase"] == "pass" and row["rung"] == "gemmgen":
-            lines.append(f"\nThe elementwise pass alone: {row['median_us']:.1f} us, {row['of_copy']:.1%} of a copy's rate.")
+            share = f"{row['median_us']:.1f} us, {row['of_copy']:.1%} of a copy's rate"
+            lines.append(f"\nThe elementwise pass alone: {share}.")
     return "\n".join(lines)
 
 
