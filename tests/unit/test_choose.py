@@ -1,0 +1,184 @@
+"""The model of time: that it ranks as an H200 measured, that few rows spread over all SMs, that nothing spills."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemmgen import choose
+from gemmgen.arch import ARCHS
+from gemmgen.choose import (
+    REJECT,
+    estimate_split_us,
+    estimate_us,
+    fitted_to,
+    has_registers,
+    ranked,
+    worth_measuring,
+)
+from gemmgen.config import GemmConfig
+from gemmgen.dtypes import DType
+from gemmgen.errors import IllegalConfig
+from gemmgen.problem import Extents
+from gemmgen.signature import Input, Kind, Matrix, Output, Signature
+
+SM90 = ARCHS["sm90"]
+SMS = 132
+
+
+BIAS = (Input(Kind.ROW, DType.BF16),)
+
+
+def signature(a=DType.BF16, *, inputs=BIAS, outputs=None, math="tensor", alignment=None):
+    matrix = Matrix(a, True, alignment or 16 // a.bytes)
+    accum = DType.I32 if a is DType.I8 else DType.F32
+    return Signature(matrix, matrix, accum, math, inputs, outputs or (Output(Kind.TILE, DType.BF16),), 16)
+
+
+def extents(M, N, K, L=1):
+    return Extents(M, N, K, L, batched=L > 1)
+
+
+# microseconds on an H200, bias + GELU, bf16
+MEASURED = {
+    (4096, 4096, 4096): {(128, 256, "cooperative"): 185.0, (128, 128, "pingpong"): 191.2, (128, 192, "pingpong"): 202.8,
+                         (64, 256, "pingpong"): 253.0, (64, 128, "pingpong"): 302.7, (64, 64, "pingpong"): 444.2},
+    (8192, 14336, 4096): {(128, 192, "pingpong"): 1280.1, (128, 256, "cooperative"): 1294.3,
+                          (128, 128, "pingpong"): 1353.1, (64, 64, "pingpong"): 3202.3},
+    (8192, 4096, 1024): {(128, 128, "pingpong"): 105.2, (128, 192, "pingpong"): 105.7, (128, 256, "cooperative"): 117.2,
+                         (64, 256, "pingpong"): 127.4, (64, 128, "pingpong"): 152.7},
+    (2048, 6144, 4096): {(256, 192, "cooperative"): 139.5, (128, 192, "pingpong"): 139.7,
+                         (128, 256, "cooperative"): 141.9, (128, 128, "pingpong"): 142.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_the_first_choice_is_close_to_the_best_measured(shape):
+    best = ranked(signature(), extents(*shape), SM90, SMS)[0].config
+    times = MEASURED[shape]
+    chosen = times[(*best.tile_shape[:2], best.kernel_schedule)]
+    assert chosen <= 1.03 * min(times.values())
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_the_estimate_is_close_to_the_time(shape):
+    for choice in ranked(signature(), extents(*shape), SM90, SMS):
+        config = choice.config
+        time_us = MEASURED[shape].get((*config.tile_shape[:2], config.kernel_schedule))
+        if time_us and config.scheduler == "persistent":
+            assert choice.time_us == pytest.approx(time_us, rel=0.15)
+
+
+@pytest.mark.parametrize("M", [1, 16, 64])
+@pytest.mark.parametrize("N, K", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_few_rows_are_read_at_nearly_the_bandwidth(M, N, K):
+    """Within a third of the time that reading B takes at full bandwidth, which few CTAs cannot reach."""
+    best = ranked(signature(), extents(M, N, K), SM90, SMS)[0]
+    assert best.time_us <= 4 / 3 * N * K * 2 / (choose.MEMORY_BYTES_PER_CLOCK * choose.CLOCK_GHZ * 1e3) + 3
+    ctas = -(-N // best.config.tile_shape[1]) * best.config.split_k
+    assert ctas >= 80
+
+
+def test_few_ctas_cannot_pull_the_bandwidth():
+    wide = GemmConfig("sm90", (64, 256, 64), (1, 1), "pingpong")
+    narrow = GemmConfig("sm90", (64, 32, 64), (1, 1), "pingpong")
+    problem = extents(1, 4096, 4096)
+    assert estimate_us(signature(), problem, wide, SMS) > 2 * estimate_us(signature(), problem, narrow, SMS)
+
+
+def test_few_tiles_of_a_long_k_are_split():
+    best = ranked(signature(), extents(256, 512, 65536), SM90, SMS)[0].config
+    assert best.scheduler == "stream_k"
+    assert best.split_k > 1
+
+
+def test_splitting_a_short_k_does_not_pay():
+    split = GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=4)
+    whole = GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative")
+    problem = extents(2048, 2048, 512)
+    assert estimate_us(signature(), problem, split, SMS) > estimate_us(signature(), problem, whole, SMS)
+
+
+def test_every_slice_costs_a_turn():
+    def time_us(split_k: int, K: int) -> float:
+        config = GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=split_k)
+        return estimate_us(signature(), extents(128, 128, K), config, SMS)
+
+    assert time_us(8, 512) > time_us(4, 512) > time_us(2, 512)
+    assert time_us(8, 65536) < time_us(2, 65536)
+
+
+def test_a_tail_wave_costs_a_wave():
+    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative")
+    full, over = extents(128 * 12, 128 * 11, 4096), extents(128 * 12, 128 * 11 + 1, 4096)
+    assert estimate_us(signature(), over, config, SMS) > 1.7 * estimate_us(signature(), full, config, SMS)
+
+
+@pytest.mark.parametrize("a", [DType.BF16, DType.F16, DType.I8, DType.E4M3], ids=repr)
+@pytest.mark.parametrize("inputs", [(), (Input(Kind.TILE, DType.BF16),) * 2, BIAS * 3], ids=len)
+def test_what_is_proposed_is_legal_and_will_not_spill(a, inputs):
+    value, problem = signature(a, inputs=inputs), extents(512, 512, 512)
+    for choices in (ranked(value, problem, SM90), worth_measuring(value, problem, SM90, SMS)):
+        assert choices
+        for choice in choices:
+            assert REJECT[choice.config.family](value, choice.config, SM90) is None
+            assert has_registers(value, choice.config)
+
+
+def test_more_is_measured_than_the_model_ranks_but_nothing_hopeless():
+    problem = extents(4096, 4096, 4096)
+    choices = worth_measuring(signature(), problem, SM90, SMS)
+    kinds = {(c.config.tile_shape[:2], c.config.cluster_shape) for c in choices}
+    assert {((128, 256), (2, 1)), ((128, 256), (1, 2)), ((256, 128), (1, 2))} <= kinds
+    assert len(choices) <= 20
+    assert choices[-1].time_us <= 1.7 * choices[0].time_us
+    assert [c.time_us for c in choices] == sorted(c.time_us for c in choices)
+
+
+def test_what_tma_cannot_take_falls_to_sm80():
+    value = signature(alignment=1)
+    assert {choice.config.family for choice in ranked(value, extents(77, 131, 45), SM90)} == {"sm80"}
+    assert worth_measuring(value, extents(77, 131, 45), SM90, SMS)[0].config.family == "sm80"
+
+
+def test_exact_fp32_splits_its_sums():
+    choices = ranked(signature(DType.F32, math="simt"), extents(64, 64, 64), SM90)
+    assert all(choice.config.split_k > 1 for choice in choices)
+
+
+def test_no_kernel_at_all_is_an_error_with_the_reasons():
+    value = signature(DType.F64)
+    with pytest.raises(IllegalConfig, match="no kernel of sm90"):
+        ranked(value, extents(64, 64, 64), SM90)
+
+
+@pytest.mark.parametrize("M, N, swizzle", [(4096, 4096, 8), (1024, 768, 2), (384, 384, 1)])
+def test_the_swizzle_pads_nothing(M, N, swizzle):
+    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster="M")
+    fitted = fitted_to(extents(M, N, 64), config)
+    assert fitted.swizzle == swizzle
+    assert fitted.raster == ("M" if swizzle > 1 else "heuristic")
+
+
+# the split way
+
+
+@pytest.mark.parametrize("shape, product_us", [((4096, 4096, 4096), 177.7), ((8192, 14336, 4096), 1230.0),
+                                               ((8192, 4096, 1024), 101.6), ((2048, 6144, 4096), 137.5)])  # fmt: skip
+def test_split_costs_the_product_and_a_pass_over_memory(shape, product_us):
+    problem = extents(*shape)
+    passes_us = shape[0] * shape[1] * (4 + 4 + 2) / 4.08e6  # the accumulator written and read, D written
+    assert product_us < estimate_split_us(signature(), problem, SMS) < 1.1 * (product_us + passes_us)
+
+
+def test_split_is_not_chosen_where_the_kernels_are_alike():
+    for value in (signature(), signature(DType.I8), signature(DType.E4M3), signature(alignment=2)):
+        for shape in MEASURED:
+            best = ranked(value, extents(*shape), SM90, SMS)[0]
+            assert best.time_us < 1.25 * estimate_split_us(value, extents(*shape), SMS)
+
+
+def test_more_tiles_in_the_epilogue_cost_split_more():
+    heavy = signature(inputs=(Input(Kind.TILE, DType.F32),) * 2)
+    assert estimate_split_us(heavy, extents(4096, 4096, 512), SMS) > estimate_split_us(
+        signature(), extents(4096, 4096, 512), SMS
+    )
