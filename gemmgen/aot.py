@@ -80,6 +80,7 @@ def tune(
     operands: Operands,
     out_dtype: torch.dtype | None,
     configs: Sequence[GemmConfig] | None,
+    most: int,
     rounds: int,
 ) -> Entry:
     """Measure the ways to run a call with these tensors, and let the op choose by that from now on."""
@@ -87,7 +88,7 @@ def tune(
         call = op.runner.tunable(A.detach(), B.detach(), operands, out_dtype)
         if call.binding.is_empty or call.binding.extents.K == 0:
             raise OperandError(f"`{op.graph.name}` has nothing to tune: an extent is 0")
-        entry = measured(call, configs, rounds)
+        entry = measured(call, configs, most, rounds)
     op.runner.forget_plans()
     return entry
 

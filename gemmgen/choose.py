@@ -6,6 +6,7 @@ its memory time, plus the part of the epilogue that no mainloop hides. Its const
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ def ranked(signature: Signature, extents: Extents, arch: Arch, sm_count: int | N
         IllegalConfig: no candidate is legal; the message lists the reasons.
     """
     for family in arch.families:
-        if fit := _fitting(signature, candidates(signature, arch, family), arch):
+        if fit := _fitting(signature, tuple(candidates(signature, arch, family)), arch):
             return _timed(signature, extents, fit, sm_count or arch.sm_count)
     reasons = [f"{family}: {reason}" for family in arch.families for reason in rejections(signature, arch, family)]
     raise IllegalConfig(f"no kernel of {arch.name} runs this problem\n  " + "\n  ".join(reasons))
@@ -141,13 +142,14 @@ def worth_measuring(
     """
     best = ranked(signature, extents, arch, sm_count)
     further = [_scaled_k(config, signature) for config in SM90_FURTHER] if best[0].config.family == "sm90" else []
-    more = _timed(signature, extents, _fitting(signature, further, arch), sm_count)
+    more = _timed(signature, extents, _fitting(signature, tuple(further), arch), sm_count)
     pool = sorted([*best, *more], key=lambda choice: choice.time_us)
     return [choice for choice in pool if choice.time_us <= within * pool[0].time_us][:most]
 
 
-def _fitting(signature: Signature, configs: Sequence[GemmConfig], arch: Arch) -> list[GemmConfig]:
-    """The legal ones; of these the ones that will not spill, where there are any."""
+@functools.lru_cache(maxsize=1024)
+def _fitting(signature: Signature, configs: tuple[GemmConfig, ...], arch: Arch) -> list[GemmConfig]:
+    """The legal ones; of these the ones that will not spill, where there are any. The same for every M."""
     legal = [c for c in configs if REJECT[c.family](signature, c, arch) is None]
     if signature.math == "simt":  # one chain of K sums is twice as inaccurate as cuBLAS's several
         return [c for c in legal if c.split_k > 1] or legal

@@ -21,6 +21,7 @@ from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
 from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types, result_axes
 from gemmgen.runtime import Compile, Options, Tune
+from gemmgen.tune import MOST
 from gemmgen.tuned import Entry
 
 Operand = Tensor | float
@@ -132,6 +133,7 @@ class Gemm:
         /,
         *,
         configs: Sequence[GemmConfig] | None = None,
+        most: int = MOST,
         rounds: int = 25,
         out_dtype: torch.dtype | None = None,
         **operands: Operand,
@@ -143,6 +145,7 @@ class Gemm:
 
         Args:
             configs: the fused kernels to try; by default those that the model does not call hopeless.
+            most: fused kernels to try where `configs` is not given.
             rounds: samples of each way that is left at the end.
 
         Returns:
@@ -155,7 +158,7 @@ class Gemm:
         if self.config is not None or not A.is_cuda:
             what = "has a fixed config" if self.config is not None else f"was given A on {A.device}"
             raise OperandError(f"`{self._name}` cannot be tuned: it {what}\n  Tune a Gemm without config, on a GPU.")
-        return aot.tune(self._op, *self._folded(A, B, operands, out_dtype)[:3], out_dtype, configs, rounds)
+        return aot.tune(self._op, *self._folded(A, B, operands, out_dtype)[:3], out_dtype, configs, most, rounds)
 
     def build(
         self,

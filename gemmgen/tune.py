@@ -30,6 +30,7 @@ TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 
 STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 4
+MOST = 20  # fused kernels that are built for a measurement
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -62,30 +63,40 @@ def found_or_measured(call: Call) -> Entry:
     """What is kept for the call's bucket; else it is measured now and kept."""
     key = tuned.key_of(call.binding, call.target)
     with _one_at_a_time:
-        return tuned.find(key) or _kept(key, call, None, rounds=15, recorder=None)
+        return tuned.find(key) or _kept(key, call, None, MOST, rounds=15, recorder=None)
 
 
 def measured(
-    call: Call, configs: Sequence[GemmConfig] | None = None, rounds: int = 25, recorder: Recorder | None = None
+    call: Call,
+    configs: Sequence[GemmConfig] | None = None,
+    most: int = MOST,
+    rounds: int = 25,
+    recorder: Recorder | None = None,
 ) -> Entry:
     """Measure the ways to run `call` and keep the times for its bucket.
 
     Args:
         configs: the fused kernels to try; by default those that the model does not call hopeless, but for those
             that failed before.
+        most: fused kernels to try where `configs` is not given.
         rounds: samples of each way that is left at the end.
         recorder: how one call is timed; L2 cold by default.
     """
     with _one_at_a_time:
-        return _kept(tuned.key_of(call.binding, call.target), call, configs, rounds, recorder)
+        return _kept(tuned.key_of(call.binding, call.target), call, configs, most, rounds, recorder)
 
 
 def _kept(
-    key: tuned.Key, call: Call, configs: Sequence[GemmConfig] | None, rounds: int, recorder: Recorder | None
+    key: tuned.Key,
+    call: Call,
+    configs: Sequence[GemmConfig] | None,
+    most: int,
+    rounds: int,
+    recorder: Recorder | None,
 ) -> Entry:
     before = tuned.find(key)
     known = before.failures if before is not None and configs is None else {}
-    candidates = [way for way in candidates_of(call, configs) if way not in known]
+    candidates = [way for way in candidates_of(call, configs, most) if way not in known]
     plans, failures = _planned(call, candidates)
     plans, wrong = _checked(call, plans)
     times = _halved(call, plans, rounds, recorder or ColdL2Recorder(call.device)) if plans else {}
@@ -96,7 +107,7 @@ def _kept(
     return entry
 
 
-def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None) -> list[Way]:
+def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None, most: int = MOST) -> list[Way]:
     """The ways worth measuring, split among them where it can run.
 
     Raises:
@@ -104,7 +115,7 @@ def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None) -> li
     """
     signature, extents, target = call.binding.signature, call.binding.extents, call.target
     if configs is None:
-        ranked = choose.worth_measuring(signature, extents, target.arch, target.sm_count)
+        ranked = choose.worth_measuring(signature, extents, target.arch, target.sm_count, most=most)
         fused = [Fused(choice.config) for choice in ranked]
     else:
         fused = [Fused(config) for config in dict.fromkeys(configs)]

@@ -79,7 +79,7 @@ def test_the_first_call_measures(monkeypatch):
     from gemmgen import choose
 
     monkeypatch.setattr(
-        choose, "worth_measuring", lambda *_: [choose.Ranked(config, 1.0) for config in CONFIGS[:2]]
+        choose, "worth_measuring", lambda *_, **__: [choose.Ranked(config, 1.0) for config in CONFIGS[:2]]
     )
     op = gg.Gemm(with_sums, tune="first-call")
     A, B, operands = call()
