@@ -20,10 +20,8 @@ readme: $(VENV)/installed
 	$(BIN)/python -m bench.readme
 
 # with a torch already importable the environment sees it, and pip leaves it alone
-$(VENV)/installed: pyproject.toml Makefile
-	@if $(PYTHON) -c "import torch" 2>/dev/null; \
-	then $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"; fi
+$(VENV)/installed: pyproject.toml Makefile .ci/venv.py
+	$(PYTHON) .ci/venv.py $(VENV) "$(TORCH)"
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[toolchain,plot,test]"
 	@touch $@
 
