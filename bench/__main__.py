@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import suite_epilogue, suite_jit, suite_training
+from bench import llama, longtail, suite_epilogue, suite_jit, suite_training
 from bench.cases import CASES
 from bench.environment import describe
 from bench.rungs import RUNGS
@@ -16,7 +16,8 @@ from bench.settings import Settings
 from bench.shapes import SHAPES, Shape, select
 
 # A suite is one module with `run(settings, console) -> exit code`, and one row here.
-SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run}
+SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run,
+          "llama": llama.run, "longtail": longtail.run}  # fmt: skip
 
 QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")
 DEFAULT_OUT = Path(__file__).parent / "results"
@@ -48,17 +49,19 @@ class Names(click.ParamType):
 @click.option("--max-autotune/--no-max-autotune", default=True, help="torch.compile's max-autotune: slow to compile.")
 @click.option("--autotune-shapes", default="headline", show_default=True, help="Shape groups that max-autotune gets.")
 @click.option("--autotune-budget-s", default=90.0, show_default=True, help="Seconds that max-autotune may compile.")
+@click.option("--tuned", default=0, help="Kernels that gemmgen measures for each problem of llama and longtail first.")
 @click.option("--out", type=click.Path(path_type=Path), default=DEFAULT_OUT, help="Folder of the results.")
 @click.option("--commit", default=None, help="Recorded where git cannot be asked.")
 @click.option("--plot/--no-plot", default=True, help="Also write a PNG.")
 @click.option("--quick", is_flag=True, help="Two cases, one shape, few rounds, no max-autotune.")
 def main(
     suite, cases, shapes, ms, rungs, rounds, budget_s, max_autotune, autotune_shapes, autotune_budget_s, out, commit,
-    plot, quick,
+    plot, quick, tuned,
 ):  # fmt: skip
+    chosen = _shapes(shapes, ms if suite == "epilogue" else "")
     settings = Settings(
         cases=tuple(CASES[name] for name in QUICK_CASES) if quick else cases,
-        shapes=_shapes(shapes, ms)[:1] if quick else _shapes(shapes, ms),
+        shapes=chosen[:1] if quick else chosen,
         rungs=rungs,
         out=out,
         budget_s=budget_s,
@@ -68,6 +71,8 @@ def main(
         autotune_budget_s=autotune_budget_s,
         plot=plot,
         quick=quick,
+        ms=tuple(map(int, _listed(ms))),
+        tuned=tuned,
         environment=describe(commit),
     )
     sys.exit(SUITES[suite](settings, _console()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import gemmgen as gg
 from bench.cases import Case, Inputs, draw_inputs
@@ -13,6 +14,7 @@ EPILOGUES = {
     for epilogue in (
         gg.library.bias_gelu_tanh,
         gg.library.bias_silu,
+        gg.library.bias_silu_residual,
         gg.library.scale_bias_gelu_residual,
         gg.library.int8_dequant_bias,
         gg.library.fp8_dequant_bias_gelu_tanh,
@@ -38,6 +40,11 @@ def build(case: Case, shape: Shape, arch: str) -> float:
 def build_op(op: gg.Gemm, inputs: Inputs, arch: str) -> float:
     built = op.build(inputs.A, inputs.B, arch=arch, **inputs.operands)
     return built.skeleton_seconds + built.link_seconds
+
+
+def tune(op: gg.Gemm, inputs: Inputs, most: int) -> Any:
+    """Measure at most `most` fused kernels, and the split way, for the bucket of these inputs; what was measured."""
+    return op.tune(inputs.A, inputs.B, most=most, **inputs.operands)
 
 
 def kernel_of(op: gg.Gemm, inputs: Inputs) -> str:

@@ -19,7 +19,9 @@ class Settings:
         rounds, min_rounds: samples of each rung; the minimum is taken where a problem is slow.
         autotune_groups: shape groups for which `torch.compile(mode="max-autotune...")` is worth its compile time.
         autotune_budget_s: no further max-autotune compilation starts after this many seconds of them.
+        tuned: kernels that gemmgen measures for each problem before it is timed; 0 leaves the choice to the model.
         out: folder of the result files.
+        ms: a suite with problems of its own takes those with one of these M; all where empty.
         quick: a suite with problems of its own takes one.
         environment: recorded with each result line.
     """
@@ -34,5 +36,7 @@ class Settings:
     autotune_groups: tuple[str, ...] = ("headline",)
     autotune_budget_s: float = 90.0
     plot: bool = True
+    tuned: int = 0
     quick: bool = False
+    ms: tuple[int, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
