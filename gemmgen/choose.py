@@ -29,6 +29,7 @@ LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
 TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
+MOST_PADDING = 1.02  # tiles that a swizzle may add
 EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
 
 # torch's product and the pointwise kernel
@@ -62,11 +63,8 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (2, 1)),
     _sm90(256, 128, "cooperative", (2, 1)),
     _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
-    _sm90(256, 192, "cooperative", (1, 2)),
-    _sm90(128, 192, "cooperative", (2, 1)),
     _sm90(128, 128, "cooperative", (1, 2)),
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
-    _sm90(128, 192, "pingpong", (2, 1)),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
@@ -83,6 +81,8 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 128, "cooperative", split_k=1),
     _sm90(128, 256, "cooperative", (2, 1), split_k=1),
 )
+# where partial sums are promoted, a wider tile costs registers that no other tile of its size has left
+EXACT_FP8_CANDIDATES: tuple[GemmConfig, ...] = (_sm90(128, 192, "cooperative", (2, 1)),)
 # worth a measurement: the tuner tries them too
 SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (1, 2)),
@@ -115,7 +115,10 @@ def candidates(signature: Signature, arch: Arch, family: str) -> list[GemmConfig
     """The configs of a template family, legal for the problem or not."""
     if family == "sm80":
         return sm80.legal_configs(signature, arch)
-    return [_scaled_k(config, signature) for config in {"sm90": SM90_CANDIDATES, "sm100": SM100_CANDIDATES}[family]]
+    configs = {"sm90": SM90_CANDIDATES, "sm100": SM100_CANDIDATES}[family]
+    if family == "sm90" and signature.a.dtype in FP8:
+        configs += EXACT_FP8_CANDIDATES
+    return [_scaled_k(config, signature) for config in configs]
 
 
 def ranked(signature: Signature, extents: Extents, arch: Arch, sm_count: int | None = None) -> list[Ranked]:
@@ -176,30 +179,26 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    most = 1 if config.epilogue_tile else 2  # the automatic epilogue tile is narrower than the ones named here
-    is_simple = kinds.count(Kind.TILE) <= most and vectors <= most and not reduces
+    most = 3 if signature.a.dtype in FP8 else 1  # the second set is dead by the time of the epilogue
+    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= most and not reduces
     return accums <= (192 if is_simple else 128)
 
 
 def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
-    """`config` with the widest swizzle that pads the grid no further than the cluster does.
+    """`config` with the widest swizzle that hardly pads the grid, and a raster that goes with it.
 
-    CUTLASS rounds the tiles of both axes up to the swizzle times the cluster, and empty tiles take their turn.
+    CUTLASS rounds the tiles of both axes up to the swizzle times the cluster, and computes the empty tiles. Without a
+    swizzle a raster along the longer side would stream all of the other operand once for each row of tiles; the
+    heuristic takes the shorter side.
     """
     if config.family != "sm90":
         return config
-    counts = [
-        _rounded(math.ceil(extent / tile), cluster)
-        for extent, tile, cluster in zip((extents.M, extents.N), config.tile_shape, config.cluster_shape, strict=False)
-    ]
-    fits = [
-        swizzle
-        for swizzle in (8, 4, 2, 1)
-        if all(n % (swizzle * c) == 0 for n, c in zip(counts, config.cluster_shape, strict=True))
-    ]
-    # without a swizzle a raster along the longer side would stream all of the other operand once for each row of
-    # tiles; the heuristic takes the shorter side
-    swizzle = (fits or [1])[0]
+    (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
+    rows, columns = _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
+    swizzle = next(
+        s for s in (8, 4, 2, 1)
+        if s == 1 or _rounded(rows, s * cm) * _rounded(columns, s * cn) <= MOST_PADDING * rows * columns
+    )  # fmt: skip
     return replace(config, swizzle=swizzle, raster=config.raster if swizzle > 1 else "heuristic")
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from gemmgen.arch import Arch, arch_of_capability
+from gemmgen.jit import load
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,22 @@ def current_index() -> int:
     return torch.cuda.current_device()
 
 
-def made_current(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which `device` is the current one."""
-    return cast("AbstractContextManager[object]", torch.cuda.device(device))
+def is_current(index: int) -> bool:
+    """Whether device `index` is torch's current one and its CUDA context is current in this thread."""
+    return getattr(_thread, "has_context", False) and torch.cuda.current_device() == index
+
+
+@contextlib.contextmanager
+def made_current(device: torch.device) -> Iterator[None]:
+    """A block in which `device` is the current one, with its CUDA context in this thread.
+
+    torch leaves a thread without a context until its first CUDA call there, and autograd's threads may reach a
+    kernel of ours before one.
+    """
+    with torch.cuda.device(device):
+        load.adopt_context(torch.cuda.current_device() if device.index is None else device.index)
+        _thread.has_context = True
+        yield
 
 
 def stream_of(index: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gemmgen import background, tune, tuned, ways
 from gemmgen.bind import Binding, bind, bind_epilogue
 from gemmgen.config import GemmConfig
-from gemmgen.device import Target, current_index, is_capturing, made_current, target_of
+from gemmgen.device import Target, is_capturing, is_current, made_current, target_of
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
@@ -101,7 +101,7 @@ class Runner:
     ) -> list[Tensor]:
         """The results of the graph in order; written into `outs` where given."""
         device = A.device
-        if current_index() == device.index:
+        if is_current(device.index):
             return run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs)
         with made_current(device):
             return run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs)

@@ -105,6 +105,16 @@ def current_context() -> int:
     return context.value
 
 
+def adopt_context(ordinal: int) -> None:
+    """Make the primary context of device `ordinal` current in this thread, if the thread has none."""
+    context, device = c_void_p(), c_int()
+    if driver().cuCtxGetCurrent(byref(context)) == 0 and context.value:
+        return
+    _check(driver().cuDeviceGet(byref(device), ordinal), f"CUDA device {ordinal}")
+    _check(driver().cuDevicePrimaryCtxRetain(byref(context), device), f"the context of CUDA device {ordinal}")
+    _check(driver().cuCtxSetCurrent(context), f"the context of CUDA device {ordinal}")
+
+
 # ---- what is loaded, per process
 
 _generation = 0  # counts forks: handles of a parent process mean nothing in its child

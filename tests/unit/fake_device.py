@@ -124,7 +124,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(jit, "load_kernel", lambda built: FakeKernel(device, built.name))
     monkeypatch.setattr(jit, "load_module", lambda path: FakeModule(device))
     monkeypatch.setattr(plan, "stream_of", lambda index: 7)
-    monkeypatch.setattr(runtime, "current_index", lambda: None)
+    monkeypatch.setattr(runtime, "is_current", lambda index: False)
     monkeypatch.setattr(runtime, "made_current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "target_of", lambda device: SM90)
     monkeypatch.setattr(runtime, "is_capturing", lambda: False)
