@@ -228,11 +228,15 @@ class Gemm:
         self, A: Tensor, B: Tensor, operands: Mapping[str, Operand], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Operand], tuple[int, ...]]:
         """The call with at most one batch dimension, and the batch shape that its results get back."""
-        check_types(self._name, self._parameters, A, B, self._named(operands))
+        named = self._named(operands)
+        if not _are_usual(A, B, named):
+            check_types(self._name, self._parameters, A, B, named)
         if out_dtype is not None:
             check_out_dtype(f"`{self._name}`: out_dtype", A, out_dtype)
         batch = _batch_shape(self._name, A, B)
-        return folded_matrix(A, batch), folded_matrix(B, batch), self._folded_operands(operands, batch), batch
+        if not batch:
+            return A, B, named, batch
+        return folded_matrix(A, batch), folded_matrix(B, batch), self._folded_operands(named, batch), batch
 
     def _folded_operands(self, operands: Mapping[str, Operand], batch: tuple[int, ...]) -> dict[str, Operand]:
         named = self._named(operands)
@@ -261,6 +265,8 @@ class Gemm:
         return list(packed.values()) if isinstance(packed, dict) else list(packed)
 
     def _named(self, operands: Mapping[str, Operand]) -> dict[str, Operand]:
+        if operands.keys() == self._ranks.keys():
+            return dict(operands)
         return bind_names(self._name, self._parameters, operands)
 
     def _into(
@@ -380,6 +386,17 @@ def _flattened(value: Operand, behind_rows: int | None, lead: torch.Size) -> Ope
         return value
     is_flat = value.dim() != len(lead) + behind_rows or value.shape[: len(lead)] != lead
     return value if is_flat else value.reshape(-1, *value.shape[len(lead) :])
+
+
+def _are_usual(A: object, B: object, operands: Mapping[str, object]) -> bool:
+    """Whether all are dense tensors on one device, so that `check_types` has nothing to refuse."""
+    if not isinstance(A, Tensor):
+        return False
+    device = A.device
+    for x in (A, B, *operands.values()):
+        if not isinstance(x, Tensor) or x.device != device or x.layout is not torch.strided or x.is_nested:
+            return False
+    return True
 
 
 def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:

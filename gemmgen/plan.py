@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ Product = Callable[[Tensor, Tensor, Tensor], object]
 
 _WORD_BYTES = 8
 _Words = ctypes.c_uint64 * (ctypes.sizeof(jit.Args) // _WORD_BYTES)
+Words = ctypes.Array[ctypes.c_uint64]
+MAX_SPARE = 4  # argument structs that a plan keeps; as many threads may run it at once without a new one
 _A_WORD = (jit.Args.a.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
 _B_WORD = (jit.Args.b.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
 
@@ -72,6 +74,8 @@ class Plan:
         config: of the fused kernel.
         kernel: the fused kernel, or None where the pointwise `module` does the work.
         module: the pointwise kernel; None beside a fused kernel and for an empty result.
+        copies_matrices: whether A or B is made contiguous along K first.
+        spare: argument structs of finished calls, to be filled again; a launch has read its own when it returns.
         product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
         args: the argument struct without its pointers.
     """
@@ -88,13 +92,15 @@ class Plan:
     module: jit.Module | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     product: Product | None = None
+    copies_matrices: bool = False
+    spare: list[tuple[jit.Args, Words]] = field(default_factory=list, compare=False, repr=False)
 
     def with_order(self, config: GemmConfig) -> Plan:
         """The same kernel walking its tiles by the raster and the swizzle of `config`."""
         args = jit.Args.from_buffer_copy(self.args)
         args.swizzle, args.raster = config.swizzle, RASTER[config.raster]
         workspace_bytes = self.kernel.workspace_bytes(args) if self.kernel else 0
-        return replace(self, config=config, args=args, workspace_bytes=workspace_bytes)
+        return replace(self, config=config, args=args, workspace_bytes=workspace_bytes, spare=[])
 
 
 # Making plans
@@ -113,6 +119,7 @@ def fused_plan(binding: Binding, config: GemmConfig, built: BuiltKernel, target:
     return Plan(
         binding, "fused", args, _loads(binding), _stores(binding), finishes,
         config=config, kernel=kernel, workspace_bytes=kernel.workspace_bytes(args),
+        copies_matrices=binding.a.copied or binding.b.copied,
     )  # fmt: skip
 
 
@@ -228,39 +235,57 @@ def run(
         outs: written into where given.
     """
     stream = stream_of(device.index)
-    args = jit.Args.from_buffer_copy(plan.args)
-    words = _Words.from_buffer(args)
+    if outs is None:
+        results = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.stores]
+        args, words = _spare(plan)
+    else:
+        results = list(outs)
+        args, words = _copied(plan.args)
+        _set_strides(plan, args, results)
     keep = _bind_inputs(plan, args, words, operands)
-    results = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.stores] if outs is None else list(outs)
-    partials = _bind_outputs(plan, args, words, results, outs is not None, device)
+    partials = _bind_outputs(plan, words, results, device)
     if plan.kernel is not None:
         _run_fused(plan, plan.kernel, args, words, matrices, device, stream)
     elif plan.module is not None:
         accum = _multiplied(plan, matrices, device)
         words[_A_WORD] = 0 if accum is None else accum.data_ptr()
         plan.module.launch("gemmgen_pointwise", plan.grid, (pointwise.THREADS, 1, 1), [args], stream)
-    for finish, partial in zip(plan.finishes, partials, strict=True):
-        _finish(finish, partial, results[finish.result], stream)
+    if plan.finishes:
+        for finish, partial in zip(plan.finishes, partials, strict=True):
+            _finish(finish, partial, results[finish.result], stream)
+    if outs is None and len(plan.spare) < MAX_SPARE:
+        plan.spare.append((args, words))
     del keep
     return results
+
+
+def _spare(plan: Plan) -> tuple[jit.Args, Words]:
+    try:
+        return plan.spare.pop()
+    except IndexError:  # all in use, by other threads
+        return _copied(plan.args)
+
+
+def _copied(args: jit.Args) -> tuple[jit.Args, Words]:
+    """A copy of the argument struct, and the same memory as 64-bit words."""
+    copy = jit.Args.from_buffer_copy(args)
+    return copy, _Words.from_buffer(copy)
 
 
 def _run_fused(
     plan: Plan,
     kernel: jit.Kernel,
     args: jit.Args,
-    words: ctypes.Array[ctypes.c_uint64],
+    words: Words,
     matrices: tuple[Tensor, Tensor] | None,
     device: torch.device,
     stream: int,
 ) -> None:
     assert matrices is not None
-    binding: Binding = plan.binding  # type: ignore[assignment]
     A, B = matrices
-    if binding.a.copied:
-        A = laid_out(A, binding.a, -1)
-    if binding.b.copied:
-        B = laid_out(B, binding.b, -2)
+    if plan.copies_matrices:
+        binding: Binding = plan.binding  # type: ignore[assignment]
+        A, B = laid_out(A, binding.a, -1), laid_out(B, binding.b, -2)
     words[_A_WORD], words[_B_WORD] = A.data_ptr(), B.data_ptr()
     if not plan.workspace_bytes:
         kernel.run(args, 0, stream)
@@ -287,9 +312,7 @@ def laid_out(matrix: Tensor, reading: MatrixReading, k_axis: int) -> Tensor:
     return matrix.contiguous() if k_axis == -1 else matrix.mT.contiguous()
 
 
-def _bind_inputs(
-    plan: Plan, args: jit.Args, words: ctypes.Array[ctypes.c_uint64], operands: Operands
-) -> list[Tensor]:
+def _bind_inputs(plan: Plan, args: jit.Args, words: Words, operands: Operands) -> list[Tensor]:
     """Fill the operands' pointers; the copies returned must live until the launch."""
     keep = []
     for name, slot, word, copied in plan.loads:
@@ -304,24 +327,12 @@ def _bind_inputs(
     return keep
 
 
-def _bind_outputs(
-    plan: Plan,
-    args: jit.Args,
-    words: ctypes.Array[ctypes.c_uint64],
-    results: Sequence[Tensor],
-    is_given: bool,
-    device: torch.device,
-) -> list[Tensor]:
+def _bind_outputs(plan: Plan, words: Words, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Fill the results' pointers; the partials of the reductions, in the order of the plan's finishes."""
-    for i, (store, result) in enumerate(zip(plan.stores, results, strict=True)):
-        if not store.is_reduction:
-            words[store.word] = result.data_ptr()
-            if is_given:
-                _set_strides(args.outputs[i], result)
-        elif plan.binding.is_empty:  # over nothing a reduction is its identity
-            reduce = plan.binding.outputs[i].reduce
-            assert reduce is not None
-            result.copy_(round_to(torch.tensor(IDENTITY[reduce]), plan.binding.dtypes[i]))
+    for store, result in zip(plan.stores, results, strict=True):
+        words[store.word] = result.data_ptr()
+    if plan.binding.is_empty:
+        _set_identities(plan, results)
     partials = []
     for finish in plan.finishes:
         partials.append(torch.empty(finish.partials, dtype=torch.float32, device=device))
@@ -329,10 +340,19 @@ def _bind_outputs(
     return partials
 
 
-def _set_strides(output: jit.OutputArgs, out: Tensor) -> None:
-    if out.shape[-2] > 1:
-        output.row_stride = out.stride(-2)
-    output.batch_stride = out.stride(0) if out.dim() == 3 and out.shape[0] > 1 else 0
+def _set_identities(plan: Plan, results: Sequence[Tensor]) -> None:
+    """Over nothing a reduction is its identity."""
+    for output, dtype, result in zip(plan.binding.outputs, plan.binding.dtypes, results, strict=True):
+        if output.reduce is not None:
+            result.copy_(round_to(torch.tensor(IDENTITY[output.reduce]), dtype))
+
+
+def _set_strides(plan: Plan, args: jit.Args, outs: Sequence[Tensor]) -> None:
+    for output, store, out in zip(args.outputs, plan.stores, outs, strict=False):
+        if not store.is_reduction:
+            if out.shape[-2] > 1:
+                output.row_stride = out.stride(-2)
+            output.batch_stride = out.stride(0) if out.dim() == 3 and out.shape[0] > 1 else 0
 
 
 def _finish(finish: Finish, partials: Tensor, result: Tensor, stream: int) -> None:
