@@ -120,7 +120,9 @@ class _Everything:
 
 def test_nothing_is_switched_inside_a_capture(device, runner, monkeypatch):
     A, B, operands = call_of()
+    device.gate.clear()
     runner(A, B, operands)
+    device.gate.set()
     until(lambda: is_done(runner))
     monkeypatch.setattr(runtime, "is_capturing", lambda: True)
     runner(A, B, operands)
