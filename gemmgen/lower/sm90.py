@@ -204,6 +204,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
         return f"tile_shape m = {m}: {config.kernel_schedule} takes multiples of {schedule.epilogue_m} up to 256"
     if n % 16 or not 16 <= n <= 256:
         return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
+    if n < 32 and signature.math == "tf32":
+        return f"tile_shape n = {n}: the layouts of tf32 in shared memory need 32 or more"
     if k % k_step or k <= 0:
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
     if signature.a.dtype in FP8 and EXACT_SUM_EVERY_K % k:
