@@ -47,6 +47,16 @@ def tune(op: gg.Gemm, inputs: Inputs, most: int) -> Any:
     return op.tune(inputs.A, inputs.B, most=most, **inputs.operands)
 
 
+def heuristic_loss(op: gg.Gemm, inputs: Inputs, entry: Any) -> float | None:
+    """How much slower than the best measured way the model's own choice is; None where it has no time."""
+    from gemmgen import ways
+
+    call = op._op.runner.tunable(inputs.A, inputs.B, inputs.operands)
+    times = {row.way: row.time_us for row in entry.rows if row.time_us is not None}
+    chosen = times.get(ways.select(call.binding, call.target).ways[0])
+    return round(chosen / min(times.values()) - 1, 4) if chosen else None
+
+
 def kernel_of(op: gg.Gemm, inputs: Inputs) -> str:
     """The line of `explain` that names the kernel."""
     lines = op.explain(inputs.A, inputs.B, **inputs.operands).splitlines()

@@ -73,7 +73,7 @@ def run(settings: Settings, console: Console) -> int:
         for problem in group:
             refused = REFUSED | NOT_IN_TRITON.get(problem.case.name, {})
             rows = run_problem(problem, settings, refused, device)
-            results.add({**row, "tune_s": tuning.get(problem) if row["rung"] == "gemmgen" else None} for row in rows)
+            results.add(row | (tuning.get(problem, {}) if row["rung"] == "gemmgen" else {}) for row in rows)
             console.print(table_of(f"{problem}", rows))
     return _conclude(results, console)
 
@@ -83,24 +83,27 @@ def _groups(todo: list[Problem]) -> list[list[Problem]]:
     return [[p for p in todo if p.shape.M == M] for M in dict.fromkeys(p.shape.M for p in todo)]
 
 
-def _prepared(group: list[Problem], settings: Settings, console: Console) -> dict[Problem, float]:
-    """Build, or tune, what gemmgen runs; the seconds that each problem's tuning took."""
+def _prepared(group: list[Problem], settings: Settings, console: Console) -> dict[Problem, Row]:
+    """Build, or tune, what gemmgen runs; what each problem's tuning took, and what the model's choice would lose."""
     if "gemmgen" not in {rung.name for rung in settings.rungs}:
         return {}
-    from bench import gemmgen_api
     from gemmgen.arch import arch_of_capability
 
-    if not settings.tuned:
-        arch = arch_of_capability(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-        build_all(group, arch.name, console)
-        return {}
-    seconds = {}
-    for problem in group:
-        started = time.perf_counter()
-        op = gemmgen_api.gemm(problem.case)
-        console.print(f"{problem}: {gemmgen_api.tune(op, draw_inputs(problem.case, problem.shape), settings.tuned)}")
-        seconds[problem] = round(time.perf_counter() - started, 2)
-    return seconds
+    if settings.tuned:
+        return {problem: _tuned(problem, settings.tuned, console) for problem in group}
+    arch = arch_of_capability(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    build_all(group, arch.name, console)
+    return {}
+
+
+def _tuned(problem: Problem, most: int, console: Console) -> Row:
+    from bench import gemmgen_api
+
+    op, inputs, started = gemmgen_api.gemm(problem.case), draw_inputs(problem.case, problem.shape), time.perf_counter()
+    entry = gemmgen_api.tune(op, inputs, most)
+    seconds = time.perf_counter() - started
+    console.print(f"{problem}: {entry}")
+    return {"tune_s": round(seconds, 2), "heuristic_loss": gemmgen_api.heuristic_loss(op, inputs, entry)}
 
 
 def _conclude(results: ResultFile, console: Console) -> int:

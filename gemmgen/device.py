@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import re
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from gemmgen.arch import Arch, arch_of_capability
+from gemmgen.errors import LaunchError
 from gemmgen.jit import load
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -82,8 +84,12 @@ def is_capturing() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def driver_version() -> str:
-    """The version of the NVIDIA driver, empty where there is none."""
+    """The version of the NVIDIA driver, else the CUDA version that it supports; empty where there is none."""
     with contextlib.suppress(OSError):
         if found := re.search(r"\d+\.\d+(\.\d+)*", _DRIVER_FILE.read_text().partition("Module")[2]):
             return found.group()
+    with contextlib.suppress(LaunchError):
+        version = ctypes.c_int()
+        load.driver().cuDriverGetVersion(ctypes.byref(version))
+        return f"CUDA {version.value}"
     return ""

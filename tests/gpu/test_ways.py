@@ -11,7 +11,7 @@ import gemmgen as gg
 from gemmgen.device import target_of
 from gemmgen.plan import run
 from gemmgen.runtime import bind_call
-from gemmgen.ways import SPLIT
+from gemmgen.ways import SPLIT, Fused, select
 from tests.gpu.test_fused import CUDA, DTYPES, LAYOUTS, assert_exact, kitchen, matrices, operands_of, totals
 from tests.oracle import assert_close, integers, uniform
 
@@ -126,3 +126,22 @@ def test_background_serves_at_once_and_switches(tmp_path, monkeypatch):
         time.sleep(0.2)
     assert_exact(op, A, B, operands, op(A, B, **operands))
     assert runner.plan(A, B, operands).way == "fused"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("M, N, K", SHAPES[:4])
+def test_exact_fp32_fused_is_exact_on_integers(M, N, K, layout):
+    """By the model exact fp32 runs split, so that other tests do not see its fused kernels."""
+    op = gg.Gemm(kitchen)
+    A, B = matrices(M, N, K, layout, torch.float32)
+    operands = operands_of(M, N)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        binding = bind_call(op._op.graph_for, A, B, operands, None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    target = target_of(A.device)
+    fused = next(way for way in select(binding, target).ways if isinstance(way, Fused))
+    results = run(fused.plan(binding, target), (A, B), operands, A.device)
+    assert_exact(op, A, B, operands, op._packed(results))
