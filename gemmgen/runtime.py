@@ -157,7 +157,10 @@ class Runner:
 
     def _selection(self, call: tune.Call) -> Selection:
         if self.options.tune == "first-call" and self.options.config is None and not is_capturing():
-            tune.found_or_measured(call)
+            try:
+                tune.found_or_measured(call)
+            except torch.OutOfMemoryError as error:
+                logger.warning("`%s` is not measured: %s", call.binding.graph.name, error)
         return selected(call.binding, call.target, self.options)
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:

@@ -16,7 +16,7 @@ from gemmgen import choose, jit, tuned
 from gemmgen.bind import Binding
 from gemmgen.config import GemmConfig
 from gemmgen.device import Target
-from gemmgen.errors import CompileError, GemmgenError, IllegalConfig
+from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, IllegalConfig
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
 from gemmgen.timing import ColdL2Recorder, Recorder, Timing, measure
@@ -103,7 +103,8 @@ def _kept(
     rows = [Measured(way, time_us) for way, time_us in times.items()]
     rows += [Measured(way, None, failure) for way, failure in {**known, **failures, **wrong}.items()]
     entry = Entry.of(call.binding.extents.M, tuple(rows))
-    tuned.put(key, entry)
+    if rows:
+        tuned.put(key, entry)
     return entry
 
 
@@ -141,8 +142,10 @@ def _planned(call: Call, candidates: Sequence[Way]) -> tuple[Plans, Failures]:
     for way, built in zip(fused, jit.build(sources, on_error="return"), strict=True):
         if isinstance(built, CompileError):
             failures[way] = _first_line(built)
+        elif isinstance(built, CompileForbidden):
+            logger.info("%s is not measured: it is not in the cache", way.label)
         elif isinstance(built, GemmgenError):
-            raise built  # the tools are missing, or forbidden: no candidate's fault
+            raise built  # the tools are missing: no candidate's fault
         else:
             _attempt(way, functools.partial(way.plan_of, built, call.binding, call.target), plans, failures)
     if SPLIT in candidates:

@@ -317,3 +317,28 @@ def test_the_search_survives_noise(device):
     entry = tune.measured(call, CONFIGS, recorder=Noisy(device, {best: 50.0}))
     assert entry.rows[0].way.config.tile_shape == CONFIGS[2].tile_shape
     assert entry.rows[0].time_us == pytest.approx(50.0, rel=0.02)
+
+
+def test_what_may_not_be_compiled_is_neither_measured_nor_remembered(device, monkeypatch):
+    call = bound_call()
+    missing = names(call, CONFIGS[:1])[0]
+    build = device.build
+
+    def forbidding(sources, *, on_error="raise"):
+        built = build(sources, on_error=on_error)
+        return [gg.CompileForbidden(s.name) if s.name == missing else b for s, b in zip(sources, built, strict=True)]
+
+    monkeypatch.setattr(tune.jit, "build", forbidding)
+    entry = tune.measured(call, CONFIGS, recorder=FakeRecorder(device, {}))
+    assert not entry.failures
+    assert Fused(CONFIGS[0]) not in {row.way for row in entry.rows}
+
+
+def test_without_memory_for_a_measurement_the_model_chooses(device, monkeypatch):
+    def exhausted(call):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(tune, "found_or_measured", exhausted)
+    A, B, operands = call_of()
+    (D,) = runner("first-call")(A, B, operands)
+    assert torch.equal(D, 2 * (A @ B) + operands["bias"])
