@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import report
+from bench import report, suite_training
 from bench.environment import REPOSITORY
 from bench.results import Row, read
 from bench.suite_jit import MEANINGS
@@ -122,7 +122,7 @@ def _result(path: Path) -> str:
     if not rows:
         return ""
     suite = rows[0]["suite"]
-    text = _jit_table(rows) if suite == "jit" else f"{report.markdown_table(rows)}\n\n{report.summary(rows)}"
+    text = TABLES.get(suite, _kernel_table)(rows)
     unit = "Median seconds" if suite == "jit" else "Median GPU time in microseconds, L2 cold"
     return f"`{path.name}`: {unit}. {report.conditions(rows)}.\n\n{text}"
 
@@ -132,6 +132,14 @@ def _jit_table(rows: Sequence[Row]) -> str:
     for row in rows:
         lines.append(_row([MEANINGS[row["metric"]], f"{row['median_s']:.3f}", f"{row['max_s']:.3f}"]))
     return "\n".join(lines)
+
+
+def _kernel_table(rows: Sequence[Row]) -> str:
+    return f"{report.markdown_table(rows)}\n\n{report.summary(rows)}"
+
+
+# the suites whose rows are not times of one GEMM
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"jit": _jit_table, "training": suite_training.markdown_table}
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print(__doc__)
         return 2
-    rows = [row for path in arguments for row in read(Path(path)) if row["suite"] != "jit"]
+    rows = [row for path in arguments for row in read(Path(path)) if row["suite"] not in ("jit", "training")]
     if not rows:
         print("no rows of kernel times in these files")
         return 1
