@@ -12,10 +12,18 @@ from torch import Tensor
 
 from gemmgen import training
 from gemmgen.errors import ShapeMismatch, TraceError
-from gemmgen.gemm import Gemm, Operand, Result, folded_matrix
+from gemmgen.gemm import Gemm, Operand, Result, folded_matrix, joined
 from gemmgen.ir.graph import Parameter
 from gemmgen.operand_schema import OperandSchema
-from gemmgen.ops import EpilogueOp, define, implement_autocast, needs_gradient, registered, returned_text
+from gemmgen.ops import (
+    EpilogueOp,
+    define,
+    implement_autocast,
+    needs_gradient,
+    refuse_tangents,
+    registered,
+    returned_text,
+)
 from gemmgen.problem import check_out_dtype, check_types
 from gemmgen.training import Stage
 
@@ -100,7 +108,7 @@ class Chain:
         """
         lead = x.shape[:-1]
         operands1, operands2 = self.op1._flattened(first or {}, lead), self.op2._flattened(second or {}, lead)
-        A = x.reshape(-1, x.shape[-1])
+        A = joined(x, len(lead))
         results = self(A, weight1.t(), weight2.t(), first=operands1, second=operands2, out_dtype=out_dtype)
         return self.op2._unflattened(results, lead)
 
@@ -140,6 +148,7 @@ class ChainOp:
         return second(between, *args[self._first_count :], out_dtype=out_dtype)
 
     def _autograd(self, *args: Any, out_dtype: torch.dtype | None = None) -> object:
+        refuse_tangents(self.name, args)
         if needs_gradient(args):
             return training.differentiated(self._stages, args, out_dtype)
         with torch._C._AutoDispatchBelowAutograd():

@@ -75,7 +75,7 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except GemmgenError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error}"
         raise GemmgenError(f"{path} cannot be imported: {reason}\n  at {line.filename}:{line.lineno}") from error
@@ -92,6 +92,8 @@ def parsed_shape(text: str) -> Extents:
     if len(parts) not in (3, 4) or not all(part.strip().isdecimal() for part in parts):
         raise GemmgenError(f"{text!r} is no shape\n  Write M,N,K or M,N,K,L, such as 4096,4096,4096.")
     M, N, K, *L = map(int, parts)
+    if max(M, N, K, *L) >= 2**31:
+        raise GemmgenError(f"{text!r} has an extent of 2^31 or more\n  Kernels count in 32 bits.")
     return Extents(M, N, K, L[0] if L else 1, batched=bool(L))
 
 

@@ -156,16 +156,29 @@ def user_location() -> Location:
 def _node(x: object) -> Node:
     if isinstance(x, Value):
         return x.node
-    if isinstance(x, (int, float)):
-        return build.const(x)
+    return build.const(_number(x))
+
+
+def _number(x: object) -> float:
+    """A constant of the epilogue: a Python, numpy or sympy number, or a tensor of one element."""
+    if getattr(x, "requires_grad", False):
+        raise TraceError(
+            f"a {type(x).__name__} that requires a gradient would become a constant\n"
+            f"  at {user_location()}\n"
+            "  Make it an operand: add a parameter annotated gg.Scalar. Or take its .item()."
+        )
     try:
-        return build.const(float(x))  # type: ignore[arg-type]  # numpy and sympy numbers, one-element tensors
-    except (TypeError, ValueError):
+        if isinstance(x, (str, bytes)):
+            raise TypeError
+        return float(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
         raise TraceError(
             f"{type(x).__name__} is neither a value of the epilogue nor a number\n"
             f"  at {user_location()}\n"
             "  Tensors come in as operands: add a parameter annotated gg.Row, gg.Col, gg.Tile or gg.Scalar."
         ) from None
+    except OverflowError:
+        raise TraceError(f"a number is too large for a float\n  at {user_location()}\n  Use math.inf.") from None
 
 
 def _unary(op: Op, x: Value | Number) -> Value:
@@ -203,7 +216,8 @@ def clamp(x: Value, min: Number | Value | None = None, max: Number | Value | Non
         return x if max is None else minimum(x, max)
     if min is None and max is None:
         raise TraceError(f"clamp needs `min`, `max` or both\n  at {user_location()}\n  Give at least one bound.")
-    return Value(build.clamp(_node(x), min, max))
+    low, high = (None if bound is None else _number(bound) for bound in (min, max))
+    return Value(build.clamp(_node(x), low, high))
 
 
 def abs(x: Value | Number) -> Value:
@@ -276,9 +290,9 @@ def softplus(x: Value | Number) -> Value:
     return _unary(Op.SOFTPLUS, x)
 
 
-def leaky_relu(x: Value, negative_slope: Number = 0.01) -> Value:
-    """x above 0, else `negative_slope * x`."""
-    return Value(build.leaky_relu(_node(x), negative_slope))
+def leaky_relu(x: Value, negative_slope: Number | Value = 0.01) -> Value:
+    """x above 0, else `negative_slope * x`; with an operand for the slope this is PReLU."""
+    return Value(build.leaky_relu(_node(x), _node(negative_slope)))
 
 
 def relu_squared(x: Value) -> Value:
@@ -365,8 +379,8 @@ class Epilogue:
     """A declared epilogue function. Nothing is traced until a `Gemm` needs its graph."""
 
     def __init__(self, fn: Callable[..., object]):
-        self.fn = fn
         functools.update_wrapper(self, fn)
+        self.fn = fn  # last: `fn` may be an object with an attribute of that name
 
     @property
     def name(self) -> str:

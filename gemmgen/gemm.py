@@ -285,7 +285,13 @@ class Gemm:
             check_out(f"`{self._name}`: out for result `{name}`", tensor, A)
         targets = given
         if len(batch) > 1:
-            targets = [tensor.reshape(-1, *tensor.shape[len(batch) :]) for tensor in given]
+            for name, tensor in zip(self._result_names, given, strict=True):
+                if tuple(tensor.shape[: len(batch)]) != batch:
+                    raise ShapeMismatch(
+                        f"`{self._name}`: out for result `{name}` has shape {tuple(tensor.shape)}; the matrices have "
+                        f"the batch dimensions {batch}\n  Those come first."
+                    )
+            targets = [joined(tensor, len(batch)) for tensor in given]
         self._op.out_overload(A, B, *flat, **{f"out{i}": target for i, target in enumerate(targets)})
         for tensor, target in zip(given, targets, strict=True):
             if tensor is not target and tensor.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
@@ -377,7 +383,12 @@ def linear(
         )
     lead = x.shape[:-1]
     flat = op._flattened(operands, lead)
-    return op._unflattened(op(x.reshape(-1, x.shape[-1]), weight.t(), out=None, out_dtype=out_dtype, **flat), lead)
+    return op._unflattened(op(joined(x, len(lead)), weight.t(), out=None, out_dtype=out_dtype, **flat), lead)
+
+
+def joined(value: Tensor, count: int) -> Tensor:
+    """`value` with its first `count` dimensions as one; with an extent of 0 too, where `reshape` cannot tell."""
+    return value.flatten(0, count - 1) if count else value.unsqueeze(0)
 
 
 def _flattened(value: Operand, behind_rows: int | None, lead: torch.Size) -> Operand:
@@ -385,7 +396,7 @@ def _flattened(value: Operand, behind_rows: int | None, lead: torch.Size) -> Ope
     if behind_rows is None or not isinstance(value, Tensor):
         return value
     is_flat = value.dim() != len(lead) + behind_rows or value.shape[: len(lead)] != lead
-    return value if is_flat else value.reshape(-1, *value.shape[len(lead) :])
+    return value if is_flat else joined(value, len(lead))
 
 
 def _are_usual(A: object, B: object, operands: Mapping[str, object]) -> bool:
@@ -419,7 +430,7 @@ def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:
 def folded_matrix(matrix: Tensor, batch: tuple[int, ...]) -> Tensor:
     """`[L, rows, columns]`; a matrix that all of the batch share stays, or becomes, the 2-D one that it is."""
     if len(batch) > 1 and matrix.dim() > 2:
-        return matrix.expand(*batch, *matrix.shape[-2:]).reshape(-1, *matrix.shape[-2:])
+        return joined(matrix.expand(*batch, *matrix.shape[-2:]), len(batch))
     return matrix[0] if matrix.dim() == 3 and matrix.shape[0] == 1 and batch[0] != 1 else matrix
 
 
@@ -433,4 +444,4 @@ def _folded(name: str, operand: str, value: Operand, rank: int, batch: tuple[int
             f"`{name}`: operand `{operand}` has shape {tuple(value.shape)}, whose batch {tuple(own)} does not "
             f"broadcast to {batch}\n  Leave the batch away, or give it that of the matrices."
         )
-    return value.expand(*batch, *tail).reshape(-1, *tail)
+    return joined(value.expand(*batch, *tail), len(batch))

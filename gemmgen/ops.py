@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from gemmgen.bind import is_writable_layout
@@ -119,8 +120,9 @@ class EpilogueOp:
         """The results by torch ops, in the wider of fp32 and the inputs' dtype."""
         a, dtypes = self._checked(A, B, operands, out_dtype)
         compute = torch.float64 if a is DType.F64 else torch.float32
-        results = self._evaluated(A, B, operands, dtypes, compute)
-        return _owned(results, (A, B, *operands.values()))
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # what is returned is no view, even if its memory was one
+            results = self._evaluated(A, B, operands, dtypes, compute)
+            return _owned(results, (A, B, *operands.values()))
 
     def reference(self, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
         """The results in float64, unrounded."""
@@ -160,6 +162,7 @@ class EpilogueOp:
         return a, [result_dtype(result, a, wanted) for result in graph.results]
 
     def _autograd(self, *args: Tensor | float | None, out_dtype: torch.dtype | None = None) -> object:
+        refuse_tangents(self.graph.name, args)
         if needs_gradient(args):
             differentiate = self._differentiate or _first_derivative
             return differentiate(self, args, out_dtype)
@@ -167,6 +170,7 @@ class EpilogueOp:
             return self.overload(*args, out_dtype=out_dtype)
 
     def _autograd_out(self, *args: Tensor | float | None, **outs: Tensor) -> None:
+        refuse_tangents(self.graph.name, (*args, *outs.values()))
         if needs_gradient((*args, *outs.values())):
             raise NoBackward(
                 f"`{self.graph.name}` with `out=` cannot be differentiated, and a tensor requires a gradient\n"
@@ -244,9 +248,10 @@ class ElementwiseOp:
         shaped = broadcastable(self.graph, operands, extents, compute, tensors[0].device)
         shape = torch.empty((), dtype=compute, device=tensors[0].device).expand(L, M, N)
         dtypes = {result.name: dtype for result, dtype in zip(self.graph.results, self._dtypes, strict=True)}
-        values = evaluate(self.graph, shape, shaped, dtypes, compute)
-        results = [values[result.name].reshape(extents.shape(result_axes(result))) for result in self.graph.results]
-        return returned(_owned(results, tensors))
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            values = evaluate(self.graph, shape, shaped, dtypes, compute)
+            results = [values[r.name].reshape(extents.shape(result_axes(r))) for r in self.graph.results]
+            return returned(_owned(results, tensors))
 
     def _fake(self, M: int, N: int, L: int, batched: bool, *flat: Tensor | float | None) -> object:
         extents, device = Extents(M, N, 0, L, batched), _device_of(flat)
@@ -256,6 +261,7 @@ class ElementwiseOp:
         ])
 
     def _autograd(self, *args: Tensor | float | None) -> object:
+        refuse_tangents(self.graph.name, args)
         if needs_gradient(args):
             return _recorded(self.graph.name, self.overload, args, {})
         with torch._C._AutoDispatchBelowAutograd():
@@ -344,6 +350,21 @@ def needs_gradient(args: Iterable[object]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
+def refuse_tangents(name: str, args: Iterable[object]) -> None:
+    """Refuses arguments of forward-mode differentiation, whose tangents would be lost.
+
+    Raises:
+        NoBackward: an argument has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None for arg in args):
+        raise NoBackward(
+            f"`{name}` has no forward-mode derivative, and an argument has a tangent\n"
+            "  gemmgen differentiates backwards. For a jvp use the torch ops that the epilogue stands for."
+        )
+
+
 def apply_at_one_level(function: type[_SingleLevelFunction], *args: Any) -> Any:
     """Apply an autograd function from an implementation for the Autograd key.
 
@@ -356,7 +377,8 @@ def apply_at_one_level(function: type[_SingleLevelFunction], *args: Any) -> Any:
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
     """For the forward of such a function: its level of autograd is done, further ones of `torch.func` record it too."""
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    # `Function.apply` turns both modes off, which those further levels need to see their gradients and tangents
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
@@ -390,6 +412,7 @@ def _depending_autograd(x: Tensor, on: list[Tensor], name: str) -> object:
     def below(x: Tensor, *on: Tensor) -> object:
         return _depending(x, list(on), name)
 
+    refuse_tangents(name, (x, *on))
     if needs_gradient((x, *on)):
         return _recorded(name, below, (x, *on), {})
     with torch._C._AutoDispatchBelowAutograd():
@@ -404,6 +427,15 @@ _depending = define(
     "depending(Tensor x, Tensor[] on, str name) -> Tensor",
     _cloned, CPU=_cloned, CUDA=_cloned, Autograd=_depending_autograd,
 )  # fmt: skip
+
+
+def _depending_batched(
+    info: Any, in_dims: Sequence[Any], x: Tensor, on: list[Tensor], name: str
+) -> tuple[Tensor, int | None]:
+    return depending(x, on, name), in_dims[0]
+
+
+torch.library.register_vmap(f"{NAMESPACE}::depending", _depending_batched, lib=_library)
 
 
 def _first_derivative(op: EpilogueOp, args: tuple[Any, ...], out_dtype: torch.dtype | None) -> object:

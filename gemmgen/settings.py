@@ -68,7 +68,7 @@ def settings(environment: Mapping[str, str] | None = None) -> Settings:
     env = os.environ if environment is None else environment
     cache_dir = env.get("GEMMGEN_CACHE_DIR")
     return Settings(
-        cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+        cache_dir=_folder("GEMMGEN_CACHE_DIR", cache_dir) if cache_dir else None,
         cache_max_bytes=int(_number(env, "GEMMGEN_CACHE_MAX_GB", 10.0) * 1e9),
         compile_allowed=_switch(env, "GEMMGEN_COMPILE"),
         build_jobs=_jobs(env),
@@ -76,6 +76,13 @@ def settings(environment: Mapping[str, str] | None = None) -> Settings:
         host_compiler=env.get("GEMMGEN_CXX") or env.get("NVCC_CCBIN") or None,
         cuda_home=env.get("CUDA_HOME") or env.get("CUDA_PATH") or None,
     )
+
+
+def _folder(name: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # of a user that is not there
+        raise GemmgenError(f"{name}={text!r} names no folder: there is no such user") from None
 
 
 def _switch(env: Mapping[str, str], name: str) -> bool:

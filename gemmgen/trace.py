@@ -17,6 +17,7 @@ from gemmgen.ir.verify import verified
 
 KINDS: dict[str, Axes] = {kind.__name__: kind.axes for kind in (dsl.Row, dsl.Col, dsl.Tile, dsl.Scalar)}
 RESERVED = frozenset({"out", "out_dtype"})  # keywords of `Gemm.__call__`
+UNSTORED = frozenset({DType.F64, DType.BOOL})
 
 
 def trace(epilogue: dsl.Epilogue, accum: DType = DType.F32) -> Graph:
@@ -74,7 +75,7 @@ def parameters_of(epilogue: dsl.Epilogue) -> tuple[Parameter, ...]:
 def _signature(epilogue: dsl.Epilogue) -> inspect.Signature:
     try:
         return inspect.signature(epilogue.fn, eval_str=True)
-    except NameError:  # string annotations whose names are local to another function
+    except Exception:  # string annotations whose names are local to another function, or mean nothing
         return inspect.signature(epilogue.fn)
 
 
@@ -118,6 +119,11 @@ def _result(epilogue: str, name: str, value: object) -> Result:
             "  Return values computed from `accum` and the operands."
         )
     node = value.node
+    if node.op is Op.CAST and node.attr in UNSTORED:
+        raise TraceError(
+            f"epilogue `{epilogue}` returns {name!r} as {node.attr!r}, which no kernel stores\n"
+            "  Cast to another dtype: conditions to torch.int8. Float64 results come of float64 matrices, uncast."
+        )
     if node.op is Op.CAST and isinstance(node.attr, DType):  # the last cast is the result's dtype: one rounding
         return Result(name, node.args[0], node.attr)
     return Result(name, node)

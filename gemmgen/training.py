@@ -541,7 +541,7 @@ def _wgrad(d_accum: Tensor | None, A: Tensor | float | None, like: Like | None) 
     assert isinstance(A, Tensor) and like is not None
     A = A.to(d_accum.dtype)
     if len(like.shape) == 2 and A.dim() == 3:  # one GEMM over all rows of all batches
-        A, d_accum = A.reshape(-1, A.shape[-1]), d_accum.reshape(-1, d_accum.shape[-1])
+        A, d_accum = A.flatten(0, 1), d_accum.flatten(0, 1)
     gradient = (d_accum.mT @ A).mT if like.is_column_major else A.mT @ d_accum
     return _fitted(gradient, like)
 

@@ -164,8 +164,8 @@ def quick_gelu(x: Node) -> Node:
     return mul(x, unary(Op.SIGMOID, mul(const(1.702), x)))
 
 
-def leaky_relu(x: Node, slope: Number = 0.01) -> Node:
-    return where(compare(Op.GT, x, const(0)), x, mul(x, const(slope)))
+def leaky_relu(x: Node, slope: Node | None = None) -> Node:
+    return where(compare(Op.GT, x, const(0)), x, mul(x, const(0.01) if slope is None else slope))
 
 
 def relu_squared(x: Node) -> Node:
