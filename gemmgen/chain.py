@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemmgen import training
-from gemmgen.errors import ShapeMismatch, TraceError
+from gemmgen.errors import OperandError, ShapeMismatch, TraceError
 from gemmgen.gemm import Gemm, Operand, Result, folded_matrix, joined
 from gemmgen.ir.graph import Parameter
 from gemmgen.operand_schema import OperandSchema
@@ -24,7 +24,7 @@ from gemmgen.ops import (
     registered,
     returned_text,
 )
-from gemmgen.problem import check_out_dtype, check_types
+from gemmgen.problem import check_out_dtype, check_tensor, check_types
 from gemmgen.training import Stage
 
 Operands = Mapping[str, Operand]
@@ -41,7 +41,11 @@ def chain(op1: Gemm, op2: Gemm) -> Chain:
 
     Raises:
         TraceError: `op1` has several tiles and none of them is called `D`.
+        OperandError: one is no `Gemm`.
     """
+    for op in (op1, op2):
+        if not isinstance(op, Gemm):
+            raise OperandError(f"chain: an argument is of type {type(op).__name__}\n  Give two gg.Gemm.")
     return Chain(op1, op2)
 
 
@@ -106,6 +110,14 @@ class Chain:
             weight1, weight2: `[N1, K]` and `[N2, N1]`.
             first, second: operands, with x's leading dimensions or flat.
         """
+        check_tensor("chain: x", x, x)
+        for what, weight in (("weight1", weight1), ("weight2", weight2)):
+            check_tensor(f"chain: {what}", weight, x)
+            if weight.dim() != 2 or x.dim() < 1:
+                raise ShapeMismatch(
+                    f"chain: x is {tuple(x.shape)} and {what} {tuple(weight.shape)}\n"
+                    "  x is [..., K], a weight [N, K]."
+                )
         lead = x.shape[:-1]
         operands1, operands2 = self.op1._flattened(first or {}, lead), self.op2._flattened(second or {}, lead)
         A = joined(x, len(lead))

@@ -390,6 +390,9 @@ class Epilogue:
         """Call the function itself, so that one epilogue can use another."""
         return self.fn(*args, **kwargs)
 
+    def __reduce__(self) -> str:
+        return str(getattr(self, "__qualname__", self.name))  # by reference, as functions are
+
     def __repr__(self) -> str:
         return f"<gemmgen epilogue {self.name}>"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -10,7 +13,7 @@ from torch.autograd import forward_ad
 
 import gemmgen as gg
 from gemmgen.__main__ import main
-from gemmgen.errors import GemmgenError, NoBackward, ShapeMismatch, TraceError
+from gemmgen.errors import GemmgenError, NoBackward, OperandError, ShapeMismatch, TraceError
 from gemmgen.settings import settings
 
 A, B, BIAS = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
@@ -41,6 +44,26 @@ class Doubled:
 
 def test_an_attribute_of_a_callable_object_is_not_taken_for_it() -> None:
     torch.testing.assert_close(gg.Gemm(gg.epilogue(Doubled()))(A, B), 2 * torch.relu(A @ B))
+
+
+def test_an_epilogue_is_pickled_by_reference() -> None:
+    assert pickle.loads(pickle.dumps(bias_gelu)) is bias_gelu
+    assert copy.deepcopy(bias_gelu) is bias_gelu
+    nameless = gg.epilogue(Doubled())
+    assert copy.deepcopy(nameless) is nameless
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(nameless)
+
+
+def test_a_chain_says_what_it_was_given() -> None:
+    with pytest.raises(OperandError, match="Epilogue"):
+        gg.chain(bias_gelu, OP)  # type: ignore[arg-type]
+    both = gg.chain(OP, OP)
+    for arguments in ((None, B.t(), B), (A, None, B), (A, B.t(), 3)):
+        with pytest.raises(OperandError, match="chain"):
+            both.linear(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ShapeMismatch):
+        both.linear(torch.ones(()), B.t(), B)
 
 
 # Constants
