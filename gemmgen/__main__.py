@@ -70,8 +70,10 @@ def cache_ls() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from gemmgen.jit.cache import INPUTS
+
     store = _cache()
-    entries = sorted(store.entries(), key=lambda entry: entry.used, reverse=True)
+    entries = sorted((e for e in store.entries() if e.kind != INPUTS), key=lambda entry: entry.used, reverse=True)
     table = Table("kind", "name", "arch", "MB", "used", "nvcc", "key")
     for entry in entries:
         facts = entry.facts
@@ -138,8 +140,15 @@ def build(target: str, arch: str | None, shapes: tuple[str, ...], **options: Any
 
     Without --shape: the kernel of 4096,4096,4096.
     """
+    from gemmgen.jit.cache import is_private
+
     for op, problem in _problems(target, shapes or ("4096,4096,4096",), options):
         built = op.build(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands)
+        if is_private(built.cubin):
+            raise click.ClickException(
+                f"the cache folder {_cache().root} cannot be written, and the kernel is lost with this process\n"
+                "  Make it writable, or set GEMMGEN_CACHE_DIR to a folder that is."
+            )
         click.echo(_built_text(built))
 
 

@@ -16,6 +16,7 @@ from gemmgen.dsl import Epilogue
 from gemmgen.dtypes import DType
 from gemmgen.errors import IllegalConfig
 from gemmgen.ir.graph import Graph
+from gemmgen.ir.text import to_text
 from gemmgen.ir.verify import verified
 from gemmgen.lower import sm80, sm90, sm100
 from gemmgen.pointwise import render_pointwise
@@ -50,11 +51,14 @@ def kernel_source(binding: Binding, config: GemmConfig, arch: Arch) -> KernelSou
     signature = binding.signature
     if reason := REJECT[config.family](signature, config, arch):
         raise IllegalConfig(f"{config.label} cannot run `{binding.graph.name}` on {arch.name}: {reason}")
+    compiled = config.compiled()
+    dtypes = [output.dtype for output in binding.outputs]
     return KernelSource(
-        name=f"{binding.graph.name}_{config.label}",
-        arch=arch,
-        skeleton=RENDER_SKELETON[config.family](signature, config.compiled(), arch),
-        functor=render_functors(binding.graph, binding.slots, [output.dtype for output in binding.outputs]),
+        f"{binding.graph.name}_{config.label}",
+        arch,
+        skeleton=lambda: RENDER_SKELETON[config.family](signature, compiled, arch),
+        functor=lambda: render_functors(binding.graph, binding.slots, dtypes),
+        inputs=repr((signature, compiled, arch, to_text(binding.graph), binding.slots)),
     )
 
 

@@ -126,8 +126,19 @@ def check_out(what: str, out: object, A: Tensor) -> None:
     check_tensor(what, out, A)
     assert isinstance(out, Tensor)
     check_out_dtype(f"{what}: its dtype", A, out.dtype)
-    if any(stride == 0 and extent > 1 for stride, extent in zip(out.stride(), out.shape, strict=True)):
+    if _overlaps_itself(out):
         raise OperandError(f"{what} has elements that share memory: strides {out.stride()}\n  Give its .contiguous().")
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether a dimension steps back into what those of smaller strides cover."""
+    span = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride < span:
+                return True
+            span += (extent - 1) * stride
+    return False
 
 
 def check_tensor(what: str, value: object, A: object, wanted: str = "") -> None:

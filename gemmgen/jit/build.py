@@ -13,9 +13,9 @@ from typing import Literal, overload
 
 from gemmgen.arch import Arch
 from gemmgen.errors import CacheError, CompileError, CompileForbidden, GemmgenError, ToolchainError
-from gemmgen.jit.cache import KERNELS, MODULES, SKELETONS, Cache, Entry, cache_root
+from gemmgen.jit.cache import INPUTS, KERNELS, MODULES, SKELETONS, Cache, Entry, cache_root
 from gemmgen.jit.compile import compile_cubin, compile_functor, compile_skeleton
-from gemmgen.jit.identity import kernel_key, module_key, skeleton_key
+from gemmgen.jit.identity import inputs_key, kernel_key, module_key, skeleton_key
 from gemmgen.jit.link import link
 from gemmgen.jit.progress import Progress
 from gemmgen.jit.toolchain import nvrtc, tool_versions, toolchain
@@ -72,6 +72,17 @@ class _Place:
         can_build = self.settings.compile_allowed and _NEEDED[kind] <= self.tools.keys()
         return self.cache.find(kind, key, self._tools_of(kind), any_tools=not can_build)
 
+    def key_of(self, source: KernelSource) -> str:
+        """The key of a kernel: known from its inputs, where such a source was asked for before, else from its texts."""
+        if not source.inputs:
+            return kernel_key(source)
+        inputs = inputs_key(source)
+        if known := self.cache.find(INPUTS, inputs, {}):
+            return str(known.facts["kernel"])
+        key = kernel_key(source)
+        self.cache.note(INPUTS, inputs, {"name": source.name, "arch": source.arch.name, "kernel": key})
+        return key
+
     def publish(self, kind: str, key: str, files: dict[str, bytes | Path], facts: dict[str, object]) -> Entry:
         return self.cache.publish(kind, key, self._tools_of(kind), files, facts)
 
@@ -86,7 +97,8 @@ def _place() -> _Place:
 
 def find(source: KernelSource) -> BuiltKernel | None:
     """The kernel of `source` if it is in the cache, in about a millisecond; compiles nothing."""
-    entry = _place().find(KERNELS, kernel_key(source))
+    place = _place()
+    entry = place.find(KERNELS, place.key_of(source))
     return _built(source, entry) if entry and not _refusal_in(entry) else None
 
 
@@ -130,13 +142,14 @@ def build(
         ToolchainError: the tools are missing or do not fit each other.
     """
     place = _place()
-    unique = {kernel_key(source): source for source in sources}
+    keys = [place.key_of(source) for source in sources]
+    unique = dict(zip(keys, sources, strict=True))
     found = {key: place.find(KERNELS, key) for key in unique}
     missing = {key: source for key, source in unique.items() if found[key] is None}
     built = _Build(place, stop_at_error=on_error == "raise").run(missing) if missing else {}
     results: list[BuiltKernel | GemmgenError] = []
-    for source in sources:
-        entry = found[kernel_key(source)] or built[kernel_key(source)]
+    for source, key in zip(sources, keys, strict=True):
+        entry = found[key] or built[key]
         if isinstance(entry, Entry):
             entry = _refusal_in(entry) or entry
         if isinstance(entry, GemmgenError) and on_error == "raise":

@@ -30,8 +30,8 @@ from gemmgen.settings import Settings
 
 log = logging.getLogger(__name__)
 
-SKELETONS, KERNELS, MODULES = "skeletons", "kernels", "modules"
-KINDS = (SKELETONS, KERNELS, MODULES)
+SKELETONS, KERNELS, MODULES, INPUTS = "skeletons", "kernels", "modules", "inputs"
+KINDS = (SKELETONS, KERNELS, MODULES, INPUTS)
 MANIFEST = "manifest.json"
 GRACE_S = 600.0  # entries used this recently may be in a running build's hands: they are not evicted
 _TRUSTED_ROOT = 0  # the uid that may fill a cache for others
@@ -127,6 +127,11 @@ class Cache:
                 yield from sorted(others, key=_mtime, reverse=True)
 
     # ---- writing
+
+    def note(self, kind: str, key: str, facts: Mapping[str, Any]) -> None:
+        """Keep `facts` under `key`, if the cache can be written: something that is only faster to know."""
+        with contextlib.suppress(OSError):
+            _publish(self.root, kind, key, {}, {}, facts)
 
     def publish(
         self, kind: str, key: str, tools: Mapping[str, str], files: Mapping[str, bytes | Path], facts: Mapping[str, Any]
@@ -236,6 +241,11 @@ class Cache:
 def tools_id(tools: Mapping[str, str]) -> str:
     """The folder name of the tools that built an entry."""
     return digest(json.dumps(dict(tools), sort_keys=True))[:12]
+
+
+def is_private(path: Path) -> bool:
+    """Whether `path` is in a temporary folder that stands in for a cache that cannot be written."""
+    return any(path.is_relative_to(root) for root in _private_roots)
 
 
 def read_entry(path: Path, key: str) -> Entry | str:

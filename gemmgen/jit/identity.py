@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 
 from gemmgen.arch import Arch
 from gemmgen.jit.cache import digest
@@ -32,6 +33,24 @@ def kernel_key(source: KernelSource) -> str:
 def module_key(text: str, arch: Arch) -> str:
     """Digest of all that an NVRTC-only cubin depends on, but for the version of NVRTC."""
     return digest("module", *CUBIN_FLAGS, arch.target, *_with_headers(text))
+
+
+def inputs_key(source: KernelSource) -> str:
+    """Digest of what the texts of `source` are made from: its inputs, and the code and templates that render them."""
+    return digest("inputs", _generator(), source.name, source.inputs)
+
+
+# what decides a rendered text or the flags it is compiled with
+_GENERATORS = ("ir/*.py", "lower/*.py", "jit/*.py", "arch.py", "config.py", "dtypes.py", "pipeline.py", "render.py",
+               "signature.py", "source.py", "templates.py")  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _generator() -> str:
+    package, templates = Path(__file__).parents[1], template_include_dir().parent
+    files = [path for pattern in _GENERATORS for path in package.glob(pattern)]
+    files += [path for path in templates.rglob("*") if path.is_file()]
+    return digest(*(part for path in sorted(files) for part in (path.name, path.read_bytes())))
 
 
 def _with_headers(text: str) -> list[str]:

@@ -91,6 +91,20 @@ def test_a_second_epilogue_reuses_the_skeleton(cache):
     assert [entry.path for entry in cache.entries() if entry.kind == SKELETONS] == [skeleton.path]
 
 
+def test_a_source_of_known_inputs_is_found_without_rendering(cache):
+    def source() -> KernelSource:
+        return KernelSource("add_row", SM90, lambda: SKELETON, lambda: FUNCTOR, inputs="row")
+
+    def never() -> str:
+        raise AssertionError("rendered")
+
+    (built,) = build([source()])
+    assert find(KernelSource("add_row", SM90, never, never, inputs="row")) == built
+    assert find(KernelSource("add_row", SM90, SKELETON, FUNCTOR)) == built  # the entry itself goes by the texts
+    with pytest.raises(AssertionError, match="rendered"):
+        find(KernelSource("add_row", SM90, never, never, inputs="another row"))
+
+
 def test_the_functor_is_inlined(skeleton):
     linked = link({"skeleton": skeleton.ltoir, "functor": compile_functor(FUNCTOR, SM90)}, SM90)
     assert linked.stack_bytes == 0

@@ -80,7 +80,7 @@ def test_skeletons(golden, name, config):
 
 def test_rendering_twice_gives_the_same_text():
     first, second = (pipeline.kernel_source(bound(every_kind), SM90, ARCHS["sm90"]) for _ in range(2))
-    assert first == second
+    assert (first.skeleton, first.functor, first.inputs) == (second.skeleton, second.functor, second.inputs)
 
 
 def test_operand_names_are_not_in_the_cuda():

@@ -229,3 +229,10 @@ def test_an_extent_beyond_32_bits_is_refused() -> None:
 def test_a_cache_folder_of_an_unknown_user_is_an_error_of_ours() -> None:
     with pytest.raises(GemmgenError, match="GEMMGEN_CACHE_DIR"):
         settings({"GEMMGEN_CACHE_DIR": "~no-such-user-here/cache"})
+
+
+def test_out_whose_rows_overlap_is_refused():
+    op = gg.Gemm(gg.library.bias)
+    out = torch.zeros(14).as_strided((3, 5), (2, 1))
+    with pytest.raises(gg.OperandError, match="share memory"):
+        op(torch.randn(3, 4), torch.randn(4, 5), bias=torch.ones(5), out=out)
