@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -370,6 +369,11 @@ def apply_at_one_level(function: type[_SingleLevelFunction], *args: Any) -> Any:
 
     `torch.func` transforms dispatch there once for each of their levels, so it is the function of a single level.
     """
+    # not with the others at the top: it brings in all of functorch, which only training needs
+    from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+        enable_single_level_autograd_function,
+    )
+
     with enable_single_level_autograd_function():
         return function.apply(*args)  # type: ignore[attr-defined]
 
