@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+import gemmgen
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
 
@@ -21,7 +23,7 @@ def describe(commit: str | None = None) -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "triton": _version_of("triton"),
         "cutlass": _version_of("nvidia-cutlass"),
-        "gemmgen": _version_of("gemmgen"),
+        "gemmgen": gemmgen.__version__,
         "commit": commit or _output_of("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"),
     }
 

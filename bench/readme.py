@@ -134,7 +134,12 @@ def _jit_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+MOST_PROBLEMS = 40  # of a table in the README
+
+
 def _kernel_table(rows: Sequence[Row]) -> str:
+    if len(report.by_problem(rows)) > MOST_PROBLEMS:
+        return f"`python -m bench.report` on this file prints its table; in short:\n\n{report.summary(rows)}"
     return f"{report.markdown_table(rows)}\n\n{report.summary(rows)}"
 
 
