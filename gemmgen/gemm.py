@@ -6,6 +6,7 @@ import importlib
 import operator
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Literal, get_args
 
 import torch
@@ -40,6 +41,9 @@ class Gemm:
         tune: "cached" uses what `tune` has measured, "first-call" measures what nobody has, "off" does neither.
         save: what a forward keeps for its backward: "auto" the fewest bytes that need no second GEMM, "recompute"
             nothing beyond the inputs.
+        grad_accum: where the weight (B, or what B is the transposed view of) has a `main_grad`, an fp32 tensor of its
+            shape, the weight gradient is added to that by the GEMM that makes it, and `weight.grad` stays as it is.
+            Under `torch.compile` the gradient goes to `weight.grad` as ever.
 
     Raises:
         TraceError, VerifyError: `fn` is not an epilogue; the message names the line. Nothing is compiled here.
@@ -54,6 +58,7 @@ class Gemm:
         compile: Compile = "eager",
         tune: Tune = "cached",
         save: Literal["auto", "recompute"] = "auto",
+        grad_accum: bool = False,
     ):
         if not isinstance(fn, Epilogue):
             raise TraceError(f"Gemm takes a function declared with @gg.epilogue, not {type(fn).__name__}")
@@ -65,7 +70,7 @@ class Gemm:
         self.epilogue = fn
         self.mainloop = mainloop or Dense()
         self.config = config
-        self.options = Options(config, compile, tune)
+        self.options = Options(config, compile, tune, grad_accum)
         self.save = save
         graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
         self._op = training.differentiable(graphs, self.options, save)
@@ -345,9 +350,7 @@ def _restored(
 ) -> Gemm:
     epilogue = _looked_up(module, name)
     assert isinstance(epilogue, Epilogue)
-    return Gemm(
-        epilogue, mainloop, config=options.config, compile=options.compile, tune=options.tune, save=save
-    )
+    return Gemm(epilogue, mainloop, **{f.name: getattr(options, f.name) for f in fields(options)}, save=save)
 
 
 def _check_option(name: str, value: object, is_legal: bool, legal: str) -> None:

@@ -42,6 +42,7 @@ class Options:
     config: GemmConfig | None = None
     compile: Compile = "eager"
     tune: Tune = "cached"
+    grad_accum: bool = False
 
 
 DEFAULT = Options()

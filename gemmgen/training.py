@@ -19,7 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 from gemmgen import backward
 from gemmgen.backward import ACCUM, BackwardPlan, fused_into_dgrad, plan_backward
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import NoBackward
+from gemmgen.errors import NoBackward, OperandError
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes, Op
@@ -130,6 +130,7 @@ class Call:
         matrix_dtype: that the gradient of accum is stored in: A's, bf16 for 8-bit A.
         likes: for A, B and the operands' arguments; None for numbers, and for an A that another call makes.
         kept: which of those the backward reads.
+        buffer: fp32, in B's shape; takes the sum of the gradients of B, which autograd then does not see.
     """
 
     op: EpilogueOp
@@ -138,6 +139,7 @@ class Call:
     matrix_dtype: DType
     likes: tuple[Like | None, ...]
     kept: tuple[bool, ...]
+    buffer: Tensor | None = None
 
     @property
     def plan(self) -> BackwardPlan:
@@ -178,7 +180,10 @@ def planned(stages: Sequence[Stage], args: Flat, out_dtype: torch.dtype | None) 
         extents = replace(extents, N=B.shape[-1], K=extents.N) if extents else extents_of(name, A, B)
         likes = (None if calls else Like.of(A), *map(Like.of, own))
         needs = (needs_A, *map(_requires_grad, own))
-        calls.append(_planned(stage, extents, a, likes, needs, out_dtype if stage is stages[-1] else None))
+        call = _planned(stage, extents, a, likes, needs, out_dtype if stage is stages[-1] else None)
+        if call.prepared is not None and stage.op.runner.options.grad_accum and B.requires_grad:
+            call = replace(call, buffer=_buffer_of(B, name))
+        calls.append(call)
         graph = stage.op.graph_for(_accum_of(a))
         a, needs_A = result_dtype(graph.results[0], a, None), calls[-1].prepared is not None
     return tuple(calls)
@@ -201,6 +206,31 @@ def _planned(
     read, reruns = {call.positions[name] for name in prepared.reads}, prepared.reruns_mainloop
     kept = (needs[1] or reruns, needs[0] or reruns, *(at in read for at in range(2, len(likes))))
     return replace(call, prepared=prepared, kept=kept)
+
+
+def _buffer_of(B: Tensor, name: str) -> Tensor | None:
+    """The `main_grad` of the weight that B is, or is the transposed view of, in B's shape; None if it has none.
+
+    Raises:
+        OperandError: the buffer does not fit the weight, or B is another view of it.
+    """
+    weight = B if B._base is None else B._base
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is None:
+        return None
+    if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32 or buffer.shape != weight.shape:
+        raise OperandError(
+            f"`{name}`: main_grad of a weight of shape {tuple(weight.shape)} is no fp32 tensor of that shape\n"
+            "  Make it torch.zeros_like(weight, dtype=torch.float32)."
+        )
+    if B.dim() == 2 and B.shape == weight.shape and B.stride() == weight.stride():
+        return buffer
+    if B.dim() == 2 and B.shape == weight.shape[::-1] and B.stride() == weight.stride()[::-1]:
+        return buffer.t()
+    raise OperandError(
+        f"`{name}`: B is a part of a weight that has a main_grad, or batched\n"
+        "  grad_accum takes the whole weight, as it is or transposed. Delete main_grad, or drop grad_accum."
+    )
 
 
 def _accum_of(a: DType) -> DType:
@@ -382,7 +412,9 @@ def _of_arguments(call: Call, computed: Gradients, memory: Memory, need: Sequenc
     for name, at in call.positions.items():
         if need[at]:
             gradients[at] = _fitted(computed.get(name), call.likes[at])
-    if need[1]:
+    if need[1] and call.buffer is not None:
+        _accumulate(call.buffer, computed.get(ACCUM), memory[0])
+    elif need[1]:
         gradients[1] = _wgrad(computed.get(ACCUM), memory[0], call.likes[1])
     return gradients[1:]
 
@@ -544,6 +576,21 @@ def _wgrad(d_accum: Tensor | None, A: Tensor | float | None, like: Like | None) 
         A, d_accum = A.flatten(0, 1), d_accum.flatten(0, 1)
     gradient = (d_accum.mT @ A).mT if like.is_column_major else A.mT @ d_accum
     return _fitted(gradient, like)
+
+
+def _accumulate(buffer: Tensor, d_accum: Tensor | None, A: Tensor | float | None) -> None:
+    """Add A^T @ d_accum, summed over the batch, to `buffer` [K, N] in fp32 by one GEMM."""
+    if d_accum is None:
+        return
+    assert isinstance(A, Tensor)
+    d_accum, A = d_accum.reshape(-1, d_accum.shape[-1]), A.to(d_accum.dtype).reshape(-1, A.shape[-1])
+    left, right = A.mT, d_accum
+    if not buffer.is_contiguous():  # the transposed view of a weight
+        buffer, left, right = buffer.t(), d_accum.mT, A
+    if buffer.is_cuda and left.dtype != torch.float32:
+        torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
+    else:
+        buffer.addmm_(left.to(buffer.dtype), right.to(buffer.dtype))
 
 
 def explain(op: EpilogueOp, save: Save, wants: Iterable[str] | None = None, matrix_dtype: DType = DType.BF16) -> str:

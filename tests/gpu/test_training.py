@@ -296,3 +296,18 @@ def test_a_step_can_be_captured_into_a_graph():
     graph.replay()
     for got, want in zip(captured, step(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weight_gradients_are_added_to_an_fp32_buffer(dtype):
+    op = gg.Gemm(gg.library.bias, grad_accum=True)
+    weight = torch.nn.Parameter(torch.randn(136, 72, device="cuda", dtype=dtype))
+    weight.main_grad = torch.zeros(136, 72, device="cuda")
+    want = torch.zeros(136, 72, device="cuda", dtype=torch.float64)
+    for rows in (200, 64):
+        x = torch.randn(rows, 72, device="cuda", dtype=dtype)
+        cotangent = torch.randn(rows, 136, device="cuda", dtype=dtype)
+        gg.linear(x, weight, op, bias=torch.zeros(136, device="cuda", dtype=dtype)).backward(cotangent)
+        want += cotangent.double().t() @ x.double()
+    assert weight.grad is None
+    assert (weight.main_grad - want).norm() < 1e-5 * want.norm()  # fp32 sums, where bf16 gradients would be 1e-3 away

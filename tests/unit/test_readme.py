@@ -67,6 +67,7 @@ def test_without_results_nothing_is_claimed(tmp_path):
 def test_result_files_are_shown(tmp_path, monkeypatch):
     (tmp_path / "epilogue-1.jsonl").write_text('{"suite": "epilogue", "n": 1}\n')
     monkeypatch.setattr(report, "conditions", lambda rows: "a GPU")
+    monkeypatch.setattr(report, "by_problem", lambda rows: {"a problem": rows})
     monkeypatch.setattr(report, "markdown_table", lambda rows: f"table of {len(rows)}")
     monkeypatch.setattr(report, "summary", lambda rows: "summary")
     assert readme.results(tmp_path) == (
