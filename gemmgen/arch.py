@@ -51,7 +51,7 @@ ARCHS: dict[str, Arch] = {
 
 def arch_named(name: str) -> Arch:
     """The `Arch` called `name`; `sm90a`, `sm_90a` and `90` mean `sm90` too."""
-    key = "sm" + name.lower().removeprefix("sm").lstrip("_").rstrip("a")
+    key = "sm" + str(name).lower().removeprefix("sm").lstrip("_").rstrip("a")
     if key not in ARCHS:
         raise UnsupportedArch(f"unknown arch {name!r}; gemmgen knows {', '.join(ARCHS)}")
     return ARCHS[key]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gemmgen.errors import OperandError
 from gemmgen.ir.graph import Parameter
 from gemmgen.ir.node import Axes
 
@@ -61,7 +62,7 @@ class OperandSchema:
             elif isinstance(value, Tensor):
                 flat += [value, 0.0]
             else:
-                flat += [None, float(value)]
+                flat += [None, _number(argument.parameter.name, value)]
         return flat
 
     def named(self, flat: Sequence[Tensor | float | None]) -> dict[str, Tensor | float]:
@@ -84,6 +85,13 @@ class OperandSchema:
             positions[argument.parameter.name] = at
             at += 1 if argument.value_name is None else 2
         return positions
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OperandError(f"operand `{name}`: {error}\n  A gg.Scalar is a number or a one-element tensor.") from None
 
 
 def _argument(parameter: Parameter, taken: set[str]) -> Argument:
