@@ -321,6 +321,8 @@ class _Differentiable(_SingleLevelFunction):
             inputs = [tensor for tensor in tensors if _requires_grad(tensor)]
             arrived = {name: depending(x, inputs, plan.graph.name) for name, x in arrived.items()}
         memories = _recalled(calls, tensors, ctx.numbers)
+        del tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: what `memories` forgets is free then
         gradients = _gradients(calls, memories, arrived, ctx.needs_input_grad[2 : 2 + ctx.count])
         return (None, None, *gradients, *rest)
 
@@ -378,22 +380,28 @@ Gradients = dict[str, Tensor]  # by name, "accum" and operands, each of the shap
 
 
 def _gradients(
-    calls: Sequence[Call], memories: Sequence[Memory], arrived: Mapping[str, Tensor], needs: Sequence[bool]
+    calls: Sequence[Call], memories: list[Memory], arrived: Mapping[str, Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradient of each argument that needs one: of A, then for each call of B and the operands."""
+    """The gradient of each argument that needs one: of A, then for each call of B and the operands.
+
+    `memories` are forgotten as far as nothing later reads them, so that a tile's memory serves the next one.
+    """
     needed = _needed(calls, needs)
     computed: Gradients | None = _elementwise(calls[-1], calls[-1].wants(needed[-1]), arrived, memories[-1])
+    memories[-1] = memories[-1][:2]
     gradients: list[Tensor | None] = []
     for at in reversed(range(len(calls))):
-        call, memory, need = calls[at], memories[at], needed[at]
+        call, need = calls[at], needed[at]
         if computed is None:
             return [None] * (len(needs) - len(gradients)) + gradients
-        gradients[:0] = _of_arguments(call, computed, memory, need)
+        gradients[:0] = _of_arguments(call, computed, memories[at][0], need)
+        memories[at] = (None, memories[at][1])
         if at == 0:
-            return [_of_A(call, computed, memory) if need[0] else None, *gradients]
+            return [_of_A(call, computed, memories[at][1]) if need[0] else None, *gradients]
         previous = calls[at - 1]
         wants = previous.wants(needed[at - 1])
-        computed = _behind(previous, wants, memories[at - 1], call, computed, memory) if need[0] else None
+        computed = _behind(previous, wants, memories[at - 1], computed, memories[at][1]) if need[0] else None
+        memories[at], memories[at - 1] = (), memories[at - 1][:2]
     raise AssertionError("a chain has a first call")
 
 
@@ -406,35 +414,40 @@ def _needed(calls: Sequence[Call], needs: Sequence[bool]) -> list[tuple[bool, ..
     return needed
 
 
-def _of_arguments(call: Call, computed: Gradients, memory: Memory, need: Sequence[bool]) -> list[Tensor | None]:
+def _of_arguments(
+    call: Call, computed: Gradients, A: Tensor | float | None, need: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients of B and of the operands' arguments."""
     gradients: list[Tensor | None] = [None] * len(need)
     for name, at in call.positions.items():
         if need[at]:
             gradients[at] = _fitted(computed.get(name), call.likes[at])
     if need[1] and call.buffer is not None:
-        _accumulate(call.buffer, computed.get(ACCUM), memory[0])
+        _accumulate(call.buffer, computed.get(ACCUM), A)
     elif need[1]:
-        gradients[1] = _wgrad(computed.get(ACCUM), memory[0], call.likes[1])
+        gradients[1] = _wgrad(computed.get(ACCUM), A, call.likes[1])
     return gradients[1:]
 
 
-def _of_A(call: Call, computed: Gradients, memory: Memory) -> Tensor:
-    return _fitted(_dgrad(computed[ACCUM], memory[1]) if ACCUM in computed else None, call.likes[0])
+def _of_A(call: Call, computed: Gradients, B: Tensor | float | None) -> Tensor:
+    return _fitted(_dgrad(computed[ACCUM], B) if ACCUM in computed else None, call.likes[0])
 
 
 def _behind(
-    previous: Call, wants: tuple[str, ...], remembered: Memory, call: Call, computed: Gradients, memory: Memory
+    previous: Call, wants: tuple[str, ...], remembered: Memory, computed: Gradients, B: Tensor | float | None
 ) -> Gradients:
-    """The gradients of `previous`, whose first result is A of `call`: in the epilogue of the dgrad GEMM if possible."""
+    """The gradients of `previous`, from those of the call that its first result is A of, and whose B is given.
+
+    They come out of that call's dgrad GEMM, as its epilogue, if possible.
+    """
     if ACCUM not in computed:
         return {}
     name = previous.plan.graph.results[0].name
     part = _part(previous.prepared, wants, (name,))
     fused = _fused(part, name, _stored_dtypes(previous, part.plan.backward))
     if fused is None:
-        return _elementwise(previous, wants, {name: _dgrad(computed[ACCUM], memory[1])}, remembered)
-    d_accum, B = computed[ACCUM], memory[1]
+        return _elementwise(previous, wants, {name: _dgrad(computed[ACCUM], B)}, remembered)
+    d_accum = computed[ACCUM]
     assert isinstance(B, Tensor)
     known = _known(previous, remembered)
     flat = fused.flat_operands(_chosen(known, fused.graph))

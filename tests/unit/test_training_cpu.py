@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gemmgen as gg
-from gemmgen import library
+from gemmgen import library, training
 from gemmgen.chain import ChainOp
 from gemmgen.dtypes import DType
 from gemmgen.evaluate import evaluate
@@ -615,3 +616,29 @@ def test_bad_chains_are_refused():
         chain(leaf(M, K), leaf(K, N), leaf(N + 1, N), first=bias, second=bias)
     with pytest.raises(gg.OperandError, match="missing: bias"):
         chain(leaf(M, K), leaf(K, N), leaf(N, N), first=bias)
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_saved_tiles_are_freed_before_the_weight_gradient(monkeypatch, keeps_graph):
+    tiles: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    recalled, wgrad = training._recalled, training._wgrad
+
+    def recalling(calls, tensors, numbers):
+        memories = recalled(calls, tensors, numbers)
+        tiles.extend(weakref.ref(tile) for c, m in zip(calls, memories, strict=True) for tile in m[len(c.likes) :])
+        return memories
+
+    def watching(*args):
+        alive.append(sum(tile() is not None for tile in tiles))
+        return wgrad(*args)
+
+    monkeypatch.setattr(training, "_recalled", recalling)
+    monkeypatch.setattr(training, "_wgrad", watching)
+    x, weight = torch.randn(7, 4), torch.randn(5, 4, requires_grad=True)
+    y = gg.linear(x, weight, gg.Gemm(gg.library.bias_gelu), bias=torch.randn(5))
+    y.sum().backward(retain_graph=keeps_graph)
+    assert len(tiles) == 1
+    assert alive == [1 if keeps_graph else 0]
+    if keeps_graph:
+        y.sum().backward()
