@@ -288,6 +288,8 @@ class Gemm:
         given = self._unpacked(out)
         for name, tensor in zip(self._result_names, given, strict=True):
             check_out(f"`{self._name}`: out for result `{name}`", tensor, A)
+        if len(set(map(id, given))) < len(given):
+            raise OperandError(f"`{self._name}`: one tensor of `out` stands for two results\n  Each needs its own.")
         targets = given
         if len(batch) > 1:
             for name, tensor in zip(self._result_names, given, strict=True):

@@ -24,14 +24,13 @@ import torch
 from gemmgen.bind import Binding
 from gemmgen.device import Target, driver_version
 from gemmgen.errors import ToolchainError
-from gemmgen.jit.cache import cache_root, digest
+from gemmgen.jit.cache import Cache, cache_root, digest
 from gemmgen.jit.toolchain import find_cutlass
 from gemmgen.settings import settings
 from gemmgen.ways import Selection, Timed, Way, way_of
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "tuned"
 LEAST_BUCKET = 16
 NEAR = 1.25  # ways that were so many times slower than the best are not reconsidered for another M
 
@@ -165,7 +164,7 @@ def forget() -> None:
 
 
 def _path(key: Key) -> Path:
-    return cache_root(settings()) / FOLDER / f"{key.name}.json"
+    return Cache(cache_root(settings())).tuned_dir / f"{key.name}.json"
 
 
 def _write(path: Path, key: Key, entry: Entry) -> None:

@@ -95,6 +95,11 @@ class Cache:
         """Where sources that did not compile are kept."""
         return self.root / "failed"
 
+    @property
+    def tuned_dir(self) -> Path:
+        """Where the tuner keeps what it measured."""
+        return self.root / "tuned"
+
     # ---- reading
 
     def find(self, kind: str, key: str, tools: Mapping[str, str], *, any_tools: bool = False) -> Entry | None:
@@ -223,10 +228,11 @@ class Cache:
                 held.release()
 
     def clear(self) -> tuple[int, int]:
-        """Remove every entry and every kept failure; (entries, bytes) that are gone."""
+        """Remove every entry, every kept failure and all measured times; (entries, bytes) that are gone."""
         gone = [entry for entry in self.entries() if self.remove(entry.path)]
         self.sweep()
-        shutil.rmtree(self.failed_dir, ignore_errors=True)
+        for folder in (self.failed_dir, self.tuned_dir):
+            shutil.rmtree(folder, ignore_errors=True)
         return len(gone), sum(entry.size_bytes for entry in gone)
 
     def verify(self) -> list[tuple[Path, str]]:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 import gemmgen as gg
 from gemmgen.__main__ import main
 from gemmgen.errors import GemmgenError, NoBackward, OperandError, ShapeMismatch, TraceError
+from gemmgen.jit.cache import Cache
 from gemmgen.settings import settings
 
 A, B, BIAS = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
@@ -236,3 +237,21 @@ def test_out_whose_rows_overlap_is_refused():
     out = torch.zeros(14).as_strided((3, 5), (2, 1))
     with pytest.raises(gg.OperandError, match="share memory"):
         op(torch.randn(3, 4), torch.randn(4, 5), bias=torch.ones(5), out=out)
+
+
+def test_one_tensor_for_two_results_is_refused():
+    @gg.epilogue
+    def two(accum):
+        return accum, accum + 1
+
+    out = torch.zeros(3, 5)
+    with pytest.raises(gg.OperandError, match="two results"):
+        gg.Gemm(two)(torch.randn(3, 4), torch.randn(4, 5), out=(out, out))
+
+
+def test_clearing_the_cache_forgets_measured_times(tmp_path):
+    cache = Cache(tmp_path)
+    cache.tuned_dir.mkdir()
+    (cache.tuned_dir / "entry.json").write_text("{}")
+    cache.clear()
+    assert not cache.tuned_dir.exists()
