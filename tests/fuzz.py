@@ -22,7 +22,7 @@ from torch import Tensor
 import gemmgen as gg
 from tests.oracle import errors, listed
 
-# smooth and bounded, so that float64 can be compared: `{0}` is a value
+# continuous and bounded, so that float64 can be compared: `{0}` is a value
 UNARY = ("gg.tanh({0})", "gg.sigmoid({0})", "gg.silu({0})", "gg.gelu({0})", "gg.gelu_tanh({0})", "gg.quick_gelu({0})",
          "gg.mish({0})", "gg.softplus({0})", "gg.erf({0})", "gg.sin({0})", "gg.cos({0})", "gg.relu({0})",
          "gg.leaky_relu({0}, 0.2)", "gg.hardswish({0})", "gg.relu_squared(gg.clamp({0}, -3, 3))", "gg.abs({0})",
@@ -30,8 +30,9 @@ UNARY = ("gg.tanh({0})", "gg.sigmoid({0})", "gg.silu({0})", "gg.gelu({0})", "gg.
          "gg.log1p(gg.abs({0}))", "gg.sqrt(gg.abs({0}) + 0.1)", "gg.rsqrt(gg.abs({0}) + 0.5)", "-{0}",
          "gg.clamp({0}, -1.5, 2)", "gg.clamp({0}, 0.25)", "gg.tanh({0}) ** 3")  # fmt: skip
 BINARY = ("{0} + {1}", "{0} - {1}", "gg.tanh({0}) * {1}", "{0} / (gg.abs({1}) + 1)", "gg.minimum({0}, {1})",
-          "gg.maximum({0}, {1})", "gg.where({0} > {1}, {0}, 0.5 * {1})",
+          "gg.maximum({0}, {1})", "gg.where({0} > {1}, {0}, {1})",
           "gg.where(gg.col_index() <= gg.row_index() + 2, {0}, {1})")  # fmt: skip
+KINKS = ("clamp", "relu", "abs", "minimum", "maximum", "where", "hardswish")
 OPERANDS = {"row": "gg.Row", "col": "gg.Col", "tile": "gg.Tile", "scalar": "gg.Scalar"}
 EXTENTS = (1, 2, 7, 8, 16, 31, 45, 64, 72, 96, 130, 136)
 REDUCED = ("gg.sum({0}, over='M')", "gg.sum({0}, over='N')", "gg.sum({0}, over='MN')", "gg.amax({0}, over='N')",
@@ -63,7 +64,10 @@ def example(choose: random.Random, device: str, skeletons: int) -> Example:
     M, N, K = (choose.choice(EXTENTS) for _ in range(3))
     is_special = choose.random() < 0.2
     inputs = _inputs(choose, names, (M, N, K), dtype, layout, device, is_special)
-    return Example(_epilogue(choose, names, reduced), inputs, is_special, not is_special)
+    epilogue = _epilogue(choose, names, reduced)
+    # a saved value that is rounded to 16 bits may fall on the other side of a kink than float64's, as in eager torch
+    is_smooth = dtype in ("float32", "float64") or not any(word in epilogue for word in KINKS)
+    return Example(epilogue, inputs, is_special, is_smooth and not is_special)
 
 
 def _epilogue(choose: random.Random, names: list[str], reduced: str | None) -> str:
