@@ -91,10 +91,6 @@ class EpilogueOp:
         """The schema's arguments after A and B, from operands by name."""
         return self._operands.flat(operands)
 
-    def named_operands(self, flat: Sequence[Tensor | float | None]) -> dict[str, Tensor | float]:
-        """Operands by name, from the schema's arguments after A and B."""
-        return self._operands.named(flat)
-
     @property
     def operand_positions(self) -> dict[str, int]:
         """Where each operand's tensor stands among the schema's arguments after A and B."""

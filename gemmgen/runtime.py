@@ -102,10 +102,7 @@ class Runner:
     ) -> list[Tensor]:
         """The results of the graph in order; written into `outs` where given."""
         device = A.device
-        if is_current(device.index):
-            return run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs)
-        with made_current(device):
-            return run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs)
+        return _on(device, lambda: run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs))
 
     def plan(
         self,
@@ -221,12 +218,22 @@ class PointwiseRunner:
             dtypes: the stored dtype of each result.
         """
         key = (device.index, extents, *dtypes, *map(_metadata, operands.values()))
-        with made_current(device):
-            plan = self._plans.get(key, lambda: self._make(extents, operands, dtypes, target_of(device)))
-            return run(plan, None, operands, device)
+
+        def make() -> Plan:
+            return self._make(extents, operands, dtypes, target_of(device))
+
+        return _on(device, lambda: run(self._plans.get(key, make), None, operands, device))
 
     def _make(self, extents: Extents, operands: Operands, dtypes: Sequence[DType], target: Target) -> Plan:
         return pointwise_plan(bind_epilogue(self._graph, extents, operands, dtypes), target.arch)
+
+
+def _on(device: torch.device, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """`work` with `device` current; nothing is switched where it is so already."""
+    if is_current(device.index):
+        return work()
+    with made_current(device):
+        return work()
 
 
 def bind_call(

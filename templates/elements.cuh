@@ -6,7 +6,7 @@ struct F32 {
   static __device__ __forceinline__ float decode(Storage x) { return x; }
   static __device__ __forceinline__ Storage encode(float x) { return x; }
 };
-struct F64 {  // operands only: the arithmetic is fp32
+struct F64 {  // in memory only: the arithmetic is fp32
   using Storage = double;
   static __device__ __forceinline__ float decode(Storage x) { return static_cast<float>(x); }
   static __device__ __forceinline__ Storage encode(float x) { return x; }
