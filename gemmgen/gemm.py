@@ -135,6 +135,7 @@ class Gemm:
         self,
         A: Tensor,
         B: Tensor,
+        given: Mapping[str, Operand] | None = None,
         /,
         *,
         configs: Sequence[GemmConfig] | None = None,
@@ -149,6 +150,7 @@ class Gemm:
         caller's is written. Later calls use the fastest, in other processes on this machine too.
 
         Args:
+            given: operands too, by name; for those whose name is a keyword of this method.
             configs: the fused kernels to try; by default those that the model does not call hopeless.
             most: fused kernels to try where `configs` is not given.
             rounds: samples of each way that is left at the end.
@@ -163,12 +165,14 @@ class Gemm:
         if self.config is not None or not A.is_cuda:
             what = "has a fixed config" if self.config is not None else f"was given A on {A.device}"
             raise OperandError(f"`{self._name}` cannot be tuned: it {what}\n  Tune a Gemm without config, on a GPU.")
+        operands |= given or {}
         return aot.tune(self._op, *self._folded(A, B, operands, out_dtype)[:3], out_dtype, configs, most, rounds)
 
     def build(
         self,
         A: Tensor,
         B: Tensor,
+        given: Mapping[str, Operand] | None = None,
         /,
         *,
         arch: str | None = None,
@@ -180,17 +184,20 @@ class Gemm:
         Args:
             A, B, operands: tensors with the shapes, strides and dtypes of the call; `torch.empty(..., device="meta")`
                 does.
+            given: operands too, by name; for those whose name is a keyword of this method.
             arch: "sm80", "sm86", "sm89", "sm90", "sm100" or "sm120"; default the current GPU's.
 
         Returns:
             The built kernel; it is in the cache now, together with what finishes its reductions.
         """
+        operands |= given or {}
         return aot.build(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
 
     def source(
         self,
         A: Tensor,
         B: Tensor,
+        given: Mapping[str, Operand] | None = None,
         /,
         *,
         arch: str | None = None,
@@ -198,6 +205,7 @@ class Gemm:
         **operands: Operand,
     ) -> str:
         """The CUDA that a call with such tensors would run: the skeleton, then the functor. Arguments as of `build`."""
+        operands |= given or {}
         source = aot.source(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
         return f"{source.skeleton}\n{source.functor}"
 
@@ -205,6 +213,7 @@ class Gemm:
         self,
         A: Tensor | None = None,
         B: Tensor | None = None,
+        given: Mapping[str, Operand] | None = None,
         /,
         *,
         arch: str | None = None,
@@ -215,12 +224,14 @@ class Gemm:
         """What the epilogue is and, given tensors (meta ones do), which kernel would run here and why.
 
         Args:
+            given: operands too, by name; for those whose name is a keyword of this method.
             backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run.
         """
         if backward:
             return training.explain(self._op, self.save)
         if A is None or B is None:
             return aot.explain_graph(self._op)
+        operands |= given or {}
         return aot.explain(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
 
     def __deepcopy__(self, memo: object) -> Gemm:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemmgen.chain import chain
 from gemmgen.dsl import Epilogue, Value, epilogue
-from gemmgen.errors import OperandError, ShapeMismatch
+from gemmgen.errors import OperandError, ShapeMismatch, TraceError
 from gemmgen.gemm import Gemm, Operand, Result, linear
 from gemmgen.ir.node import Axes
 from gemmgen.library import bias as add_bias
@@ -83,14 +83,17 @@ class Linear(torch.nn.Module):
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, **operands: Operand) -> Result:
+    def forward(self, x: Tensor, given: Mapping[str, Operand] | None = None, /, **operands: Operand) -> Result:
         """The epilogue's results.
 
         Args:
             x: `[..., in_features]`.
+            given: operands too, by name; for one that is called `self`.
             operands: those of the epilogue but the module's bias; see `gg.linear`.
         """
-        return linear(x, self.weight, self.op, out_dtype=None, **self.operands(operands))
+        if isinstance(x, torch.fx.Proxy):
+            return _traced(self, x, () if given is None else (given,), operands)
+        return linear(x, self.weight, self.op, out_dtype=None, **self.operands({**operands, **(given or {})}))
 
     def operands(self, operands: Mapping[str, Operand]) -> dict[str, Operand]:
         """`operands` and the module's bias."""
@@ -170,6 +173,8 @@ class MLP(torch.nn.Module):
             x: `[..., hidden]`.
             first, second: operands of the two epilogues but the modules' biases.
         """
+        if isinstance(x, torch.fx.Proxy):
+            return _traced(self, x, (), {"first": first, "second": second})
         return self.chain.linear(
             x, self.fc1.weight, self.fc2.weight,
             first=self.fc1.operands(first or {}), second=self.fc2.operands(second or {}),
@@ -186,3 +191,18 @@ def _gemm(epilogue: Epilogue | Gemm | None, bias: bool, options: Mapping[str, An
             "  Make the module with bias=False, or declare `bias: gg.Row`."
         )
     return op
+
+
+def _traced(module: torch.nn.Module, x: torch.fx.Proxy, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The call of `module` in the graph that `torch.fx` traces: one node, as a call of torch's own modules is.
+
+    Raises:
+        TraceError: the module itself is to be traced, and there is nothing in it to see.
+    """
+    tracer = x.tracer
+    if not isinstance(tracer, torch.fx.Tracer) or tracer.root is module:
+        raise TraceError(
+            f"torch.fx cannot look into `gg.nn.{type(module).__name__}`: its GEMM is one op\n"
+            "  Trace a module that holds it, such as torch.nn.Sequential(module), or use torch.export."
+        )
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *args), keywords)

@@ -24,7 +24,7 @@ from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import Axes
 from gemmgen.operand_schema import OperandSchema
 from gemmgen.plan import Operands
-from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_axes, result_dtype
+from gemmgen.problem import Extents, check_apart, check_matrices, check_operands, extents_of, result_axes, result_dtype
 from gemmgen.runtime import DEFAULT, Options, PointwiseRunner, Runner
 
 NAMESPACE = "gemmgen"
@@ -205,6 +205,8 @@ class EpilogueOp:
                     f"{out.device}; the result is {TORCH_DTYPES[dtype]} {shape} on {A.device}\n"
                     "  Allocate it so, or leave `out` away."
                 )
+        if len(outs) > 1:
+            check_apart(self.graph.name, outs, self.graph.results)
 
 
 class ElementwiseOp:
@@ -388,19 +390,50 @@ class _Recorded(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, name: str, overload: Any, keywords: dict[str, Any], *args: Any) -> Any:
         ctx.name = name
+        ctx.likes = [(arg.shape, arg.dtype) if isinstance(arg, Tensor) else None for arg in args]
         with below_autograd():
             return overload(*args, **keywords)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        raise NoBackward(
-            f"`{ctx.name}` is part of a derived backward and has no derivative itself\n"
-            "  gemmgen computes first derivatives. For a second one use the torch ops that the epilogue stands for."
-        )
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        cotangent = next(x for x in cotangents if x is not None)
+        needs = zip(ctx.needs_input_grad[3:], ctx.likes, strict=True)
+        return (None, None, None, *(_second_derivative(cotangent, *like, ctx.name) if need else None
+                                    for need, like in needs))  # fmt: skip
 
 
 def _recorded(name: str, overload: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
     return apply_at_one_level(_Recorded, name, overload, keywords, *args)
+
+
+def _refused(cotangent: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+    raise NoBackward(
+        f"`{name}` is part of a derived backward and has no derivative itself\n"
+        "  gemmgen computes first derivatives. For a second one use the torch ops that the epilogue stands for."
+    )
+
+
+def _refused_fake(cotangent: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+    return cotangent.new_empty(shape, dtype=dtype)
+
+
+def _refused_later(cotangent: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _second_derivative(cotangent, shape, dtype, name)  # type: ignore[no-any-return]
+
+
+# an op, so that torch.compile can trace a backward that nobody runs; running it raises NoBackward
+_second_derivative = define(
+    "second_derivative(Tensor cotangent, SymInt[] shape, ScalarType dtype, str name) -> Tensor",
+    _refused_fake, CPU=_refused, CUDA=_refused, Autograd=_refused_later,
+)  # fmt: skip
+
+
+def _refused_batched(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return _refused(*args)
+
+
+torch.library.register_vmap(f"{NAMESPACE}::second_derivative", _refused_batched, lib=_library)
 
 
 def depending(x: Tensor, on: Sequence[Tensor], name: str) -> Tensor:

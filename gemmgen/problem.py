@@ -5,6 +5,9 @@ Works on anything with a tensor's metadata, so that the CPU, CUDA and fake imple
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,6 +28,8 @@ RESULT_DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32,
 )  # fmt: skip
 KIND_NAMES = {Axes.ROW: "gg.Row", Axes.COL: "gg.Col", Axes.TILE: "gg.Tile", Axes.SCALAR: "gg.Scalar"}
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,42 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=1024)
+def _meet(one: Layout, other: Layout, distance: int) -> bool:
+    """Whether two layouts, the second `distance` bytes behind the first, have a byte in common."""
+
+    def span(layout: Layout) -> int:
+        return 1 + sum((extent - 1) * stride for extent, stride in zip(*layout, strict=True))
+
+    if not (math.prod(one[0]) and math.prod(other[0])) or not -span(other) < distance < span(one):
+        return False
+    start = max(-distance, 0)
+    bytes_ = torch.zeros(max(start + span(one), start + distance + span(other)), dtype=torch.bool)
+    bytes_.as_strided(*one, start).fill_(True)
+    return bool(bytes_.as_strided(*other, start + distance).any())
+
+
+def _layout_in_bytes(tensor: Tensor) -> Layout:
+    size = tensor.element_size()
+    return (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
+
+
+def check_apart(name: str, outs: Sequence[Tensor], results: Sequence[Result]) -> None:
+    """Refuses tensors of `out` that share an element.
+
+    Raises:
+        OperandError: names the results of two that do.
+    """
+    for (a, one), (b, other) in itertools.combinations(zip(results, outs, strict=True), 2):
+        if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+            continue
+        if _meet(_layout_in_bytes(one), _layout_in_bytes(other), other.data_ptr() - one.data_ptr()):
+            raise OperandError(
+                f"`{name}`: out for result `{a.name}` and out for result `{b.name}` share memory\n"
+                "  Each result needs elements of its own."
+            )
+
+
 def check_tensor(what: str, value: object, A: object, wanted: str = "") -> None:
     """Refuses a `value` that is no dense tensor on A's device."""
     if not isinstance(value, Tensor):
@@ -153,6 +194,8 @@ def check_tensor(what: str, value: object, A: object, wanted: str = "") -> None:
 
 
 def _given(value: object) -> str:
+    if isinstance(value, torch.fx.Proxy):
+        return "a stand-in of torch.fx (use gg.nn's modules, or give torch.fx.wrap a function that calls the op)"
     return "None" if value is None else f"of type {type(value).__name__}"
 
 

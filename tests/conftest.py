@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from gemmgen.errors import ToolchainError
+from gemmgen.jit.toolchain import toolchain
 
 settings.register_profile("gemmgen", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gemmgen")
@@ -39,6 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU of sm{wanted} or newer; there is none here"))
         elif here < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs sm{wanted}, this GPU is sm{here}"))
+
+
+@functools.lru_cache(maxsize=1)
+def _toolchain_fault() -> str:
+    try:
+        toolchain()
+    except ToolchainError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("compile") and _toolchain_fault():
+        pytest.skip(f"no usable compilers: {_toolchain_fault()}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -178,5 +178,8 @@ def mish(x: Node) -> Node:
 
 
 def hardswish(x: Node) -> Node:
-    # x itself from 3 on, and relu below: the derivative is 0 at -3 and 1 at 3, as torch's
-    return where(compare(Op.LT, x, const(3)), mul(x, mul(unary(Op.RELU, add(x, const(3))), const(1 / 6))), x)
+    # x itself from 3 on, and relu below: the derivative is 0 at -3 and 1 at 3, as torch's. What is not chosen is
+    # bounded, as its derivative would be 0 * inf at inf.
+    bounded = clamp(x, None, 3)
+    gate = mul(unary(Op.RELU, add(bounded, const(3))), const(1 / 6))
+    return where(compare(Op.LT, x, const(3)), mul(bounded, gate), x)

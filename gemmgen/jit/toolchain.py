@@ -7,6 +7,7 @@ new as the compiler that made it. The nvJitLink that torch has loaded wins, so n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -332,12 +333,29 @@ def nvjitlink_version() -> Version:
 
 
 def _binding(module: str, what: str, wheel: str, first_call: str) -> Any:
+    _load_wheels_library(what)
     try:
         binding = importlib.import_module(f"cuda.bindings.{module}")
         getattr(binding, first_call)()  # the library is looked for at the first call
     except (ImportError, RuntimeError) as error:
         raise _library_error(what, wheel, error) from error
     return binding
+
+
+def _load_wheels_library(what: str) -> None:
+    """Load the library of cuda-bindings' CUDA version where a wheel has it and the process does not.
+
+    The binding would else take one of an older CUDA version, if torch is built for that and has loaded it.
+    """
+    major = distribution_version("cuda-bindings").split(".")[0]
+    file = f"lib{'nvrtc' if what == 'NVRTC' else what}.so.{major}"
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(file, mode=os.RTLD_NOLOAD)
+        return
+    for path in (folder / f"cu{major}/lib" / file for folder in _nvidia_folders()):
+        with contextlib.suppress(OSError):  # a damaged one: the binding says what it finds
+            ctypes.CDLL(str(path))
+            return
 
 
 def _library_error(what: str, wheel: str, error: Exception) -> ToolchainError:
@@ -357,10 +375,18 @@ def fit_fault(nvcc: Version | None, nvrtc: Version, nvjitlink: Version) -> str |
         if version is None or (version[0] == nvjitlink[0] and version[:2] <= nvjitlink[:2]):
             continue
         have, linker = version_text(version), version_text(nvjitlink[:2])
-        return (
+        unfit = (
             f"{name} {have} does not fit nvJitLink {linker}: "
             f"its LTO-IR needs an nvJitLink of CUDA {version[0]} that is at least as new.\n"
-            f'  Take {name} {linker}: pip install "{wheel}=={linker}.*"'
+        )
+        if nvjitlink[0] < version[0]:  # torch's, built for an older CUDA
+            pin = f"{version_text(version[:2])}.*"
+            return (
+                f"{unfit}  Install those of CUDA {version[0]}, which are used beside torch's own: "
+                f'pip install "nvidia-nvjitlink=={pin}" "nvidia-cuda-nvrtc=={pin}"'
+            )
+        return (
+            f'{unfit}  Take {name} {linker}: pip install "{wheel}=={linker}.*"'
             + (" (with its fellow wheels), or set GEMMGEN_NVCC to one" if name == "nvcc" else "")
             + f', or a newer nvJitLink: pip install "nvidia-nvjitlink>={version_text(version[:2])}"'
         )

@@ -123,6 +123,7 @@ NON_SMOOTH = {
     "clamp_empty": (build.add(X, build.clamp(X, 1, -1)), lambda x: x + x.clamp(1, -1), [-1, 1, 0, 2, NAN]),
     "leaky_relu": (build.leaky_relu(X), F.leaky_relu, [0.0, -0.0, 1, -1, NAN, INF, -INF]),
     "hardswish": (build.hardswish(X), F.hardswish, [-3, 3, 0, -4, 4, 2.5, -INF]),
+    "hardswish_special": (build.hardswish(X), F.hardswish, [INF, -INF, NAN]),
     "relu_squared": (build.relu_squared(X), lambda x: torch.relu(x) ** 2, [0.0, -0.0, 1, -1]),
     "sqrt": (build.unary(Op.SQRT, X), torch.sqrt, [0.0, 4, INF, -1]),
     "rsqrt": (build.unary(Op.RSQRT, X), torch.rsqrt, [0.0, 4, INF, -1]),

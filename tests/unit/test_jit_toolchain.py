@@ -1,6 +1,7 @@
 """Each fault of the toolchain, made with fake tools: the error says which tool, and how to mend it."""
 
 import importlib.machinery
+import os
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,29 @@ def test_an_nvcc_newer_than_nvjitlink_is_refused(monkeypatch, tmp_path):
     make_toolkit(tmp_path / "cuda", release="13.5")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     expect("nvcc 13.5.88 does not fit nvJitLink 13.0", '"nvidia-cuda-nvcc==13.0.*"', '"nvidia-nvjitlink>=13.5"')
+
+
+def test_an_nvjitlink_of_an_older_cuda_is_refused_with_a_mend_that_leaves_torch_alone(monkeypatch, tmp_path):
+    make_toolkit(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(toolchain, "nvjitlink_version", lambda: (12, 8))
+    expect("nvcc 13.0.88 does not fit nvJitLink 12.8", '"nvidia-nvjitlink==13.0.*"', "beside torch's own")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_wheels_library_is_taken_before_an_older_one_of_torchs(monkeypatch, tmp_path, loaded):
+    opened = []
+
+    def cdll(path, mode=0):
+        if mode == os.RTLD_NOLOAD and not loaded:
+            raise OSError
+        opened.append(path)
+
+    monkeypatch.setattr(toolchain, "_nvidia_folders", lambda: [tmp_path / "nvidia"])
+    monkeypatch.setattr(toolchain, "distribution_version", lambda name: "13.0.3")
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", cdll)
+    toolchain._load_wheels_library("nvJitLink")
+    assert opened == ["libnvJitLink.so.13" if loaded else str(tmp_path / "nvidia/cu13/lib/libnvJitLink.so.13")]
 
 
 def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path, machine):

@@ -1,0 +1,107 @@
+"""Lines of the contract that no other test shows; README lists them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import gemmgen as gg
+from gemmgen.errors import NoBackward, OperandError, TraceError
+from tests.oracle import integers
+
+M, N, K = 6, 10, 4
+
+
+@gg.epilogue
+def bias_gelu(accum: gg.Value, bias: gg.Row) -> gg.Value:
+    return gg.gelu(accum + bias)
+
+
+@gg.epilogue
+def two(accum: gg.Value) -> tuple[gg.Value, ...]:
+    return accum, accum + 1
+
+
+# Names
+
+
+KEYWORDS = ["arch", "backward", "configs", "most", "rounds", "given", "self", "x", "first", "A", "operands"]
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_operands_named_as_keywords_of_methods(name):
+    scope: dict[str, object] = {"gg": gg}
+    exec(f"def named(accum, {name}: gg.Row): return accum + {name}", scope)
+    op = gg.Gemm(gg.epilogue(scope["named"]))
+    A, B, row = integers(M, K), integers(K, N), integers(N)
+    meta = [torch.empty_like(t, device="meta") for t in (A, B, row)]
+    assert "fused" in op.explain(meta[0], meta[1], {name: meta[2]}, arch="sm90")
+    assert "gemmgen_functor_0" in op.source(meta[0], meta[1], {name: meta[2]}, arch="sm90")
+    layer = gg.nn.Linear(K, N, bias=False, epilogue=op)
+    torch.testing.assert_close(layer(A, {name: row}), A @ layer.weight.t() + row)
+    if name != "self":  # torch.nn.Module.__call__ takes that one
+        assert torch.equal(layer(A, {name: row}), layer(A, **{name: row}))
+
+
+# out=
+
+
+@pytest.mark.parametrize("first, second", [
+    (lambda buffer: buffer[:, :N], lambda buffer: buffer[:, N - 1 : 2 * N - 1]),
+    (lambda buffer: buffer[:M, :N], lambda buffer: buffer[1 : M + 1, :N]),
+    (lambda buffer: buffer[:, : 2 * N : 2], lambda buffer: buffer[:, 2 : 2 * N + 2 : 2]),
+    (lambda buffer: buffer[:M, :N], lambda buffer: buffer.flatten()[: M * N].view(N, M).t()),
+], ids=["columns", "rows", "strided", "transposed"])  # fmt: skip
+def test_outs_that_share_an_element_are_refused(first, second):
+    buffer = torch.zeros(M + 1, 3 * N)
+    outs = first(buffer)[:M], second(buffer)[:M]
+    with pytest.raises(OperandError, match="`out0` and out for result `out1` share memory"):
+        gg.Gemm(two)(integers(M, K), integers(K, N), out=outs)
+    assert not buffer.any()
+
+
+def test_outs_that_are_parts_of_one_buffer_are_written():
+    A, B, buffer = integers(M, K), integers(K, N), torch.zeros(M, 2 * N)
+    for outs in [(buffer[:, :N], buffer[:, N:]), (buffer[:, ::2], buffer[:, 1::2]),
+                 tuple(buffer.flatten().view(2, M, N))]:  # fmt: skip
+        buffer.zero_()
+        gg.Gemm(two)(A, B, out=outs)
+        assert torch.equal(outs[0], A @ B) and torch.equal(outs[1], A @ B + 1)
+
+
+# Tracers
+
+
+def test_modules_are_leaves_of_torch_fx():
+    model = torch.nn.Sequential(gg.nn.MLP(8, 16, bias_gelu), gg.nn.Linear(8, 4, epilogue=bias_gelu))
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("module", [gg.nn.MLP(8, 16, bias_gelu), gg.nn.Linear(8, 4)], ids=["MLP", "Linear"])
+def test_torch_fx_cannot_look_into_a_module_and_says_what_can(module):
+    with pytest.raises(TraceError, match=r"torch\.nn\.Sequential\(module\), or use torch\.export"):
+        torch.fx.symbolic_trace(module)
+
+
+def test_torch_fx_around_a_call_is_refused_with_the_way_out():
+    with pytest.raises(OperandError, match=r"torch\.fx\.wrap"):
+        torch.fx.symbolic_trace(lambda x: gg.linear(x, torch.ones(N, K), gg.Gemm(bias_gelu), bias=torch.ones(N)))
+
+
+def test_compiled_gradients_of_trainable_parameters():
+    layer = gg.nn.Linear(K, N, epilogue=bias_gelu)
+    parameters, x = dict(layer.named_parameters()), torch.randn(M, K)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,)).sum()
+
+    gradients = torch.func.grad(loss)
+    compiled = torch.compile(gradients, backend="aot_eager")(parameters, x)
+    for name, gradient in gradients(parameters, x).items():
+        torch.testing.assert_close(compiled[name], gradient)
+    with pytest.raises(NoBackward, match="no derivative itself"):  # which is one's own only to differentiate
+        compiled["weight"].sum().backward()
