@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from gemmgen.dtypes import DType, dtype_of
+from gemmgen.errors import UnsupportedOp
 from gemmgen.ir.graph import Graph, Parameter
 from gemmgen.ir.node import Axes, Op
 from gemmgen.problem import EIGHT_BIT, Extents, result_axes
@@ -18,6 +19,7 @@ from gemmgen.render import Slot, slots_of
 from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
 
 ACCESS_BYTES = 16  # the widest access of a thread, and what TMA needs
+MAX_EXTENT = 2**31 - 1
 KIND_OF_AXES = {Axes.SCALAR: Kind.SCALAR, Axes.ROW: Kind.ROW, Axes.COL: Kind.COL, Axes.TILE: Kind.TILE}
 REDUCE_OF_OP = {Op.SUM: Reduce.SUM, Op.MAX: Reduce.MAX, Op.AMAX: Reduce.MAX, Op.MIN: Reduce.MIN}
 
@@ -92,7 +94,15 @@ def bind_epilogue(
         operands: by name; the graph's unused ones may be missing.
         dtypes: the stored dtype of each result.
         outs: for each result the tensor to write; none for new contiguous ones.
+
+    Raises:
+        UnsupportedOp: an extent does not fit the 32 bits that kernels count in.
     """
+    if max(extents.M, extents.N, extents.K, extents.L) > MAX_EXTENT:
+        raise UnsupportedOp(
+            f"`{graph.name}`: (M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L}) has an extent of "
+            "2^31 or more\n  Kernels count in 32 bits. Call it on parts of the matrices."
+        )
     by_name = {p.name: read_operand(p, operands[p.name], extents) for p in graph.loads()}
     slots = slots_of(graph, {name: reading.kind for name, reading in by_name.items()})
     readings = tuple(by_name[slot.name] if slot.name is not None else None for slot in slots)

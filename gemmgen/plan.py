@@ -344,7 +344,8 @@ def _set_identities(plan: Plan, results: Sequence[Tensor]) -> None:
     """Over nothing a reduction is its identity."""
     for output, dtype, result in zip(plan.binding.outputs, plan.binding.dtypes, results, strict=True):
         if output.reduce is not None:
-            result.copy_(round_to(torch.tensor(IDENTITY[output.reduce]), dtype))
+            # no copy of host memory, which a CUDA graph would read again
+            result.fill_(float(round_to(torch.tensor(IDENTITY[output.reduce]), dtype)))
 
 
 def _set_strides(plan: Plan, args: jit.Args, outs: Sequence[Tensor]) -> None:

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_uint, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ ABI_VERSION = 1
 MAX_INPUTS = 16
 MAX_OUTPUTS = 8
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SMEM_BYTES_WITHOUT_ASKING = 48 * 1024
 
 
@@ -115,6 +117,20 @@ def adopt_context(ordinal: int) -> None:
     _check(driver().cuCtxSetCurrent(context), f"the context of CUDA device {ordinal}")
 
 
+@contextlib.contextmanager
+def _while_capturing() -> Iterator[None]:
+    """A block in which modules may be loaded although this thread captures a stream into a CUDA graph.
+
+    Loading is forbidden then, since it may wait for the device; it enqueues nothing, so that the graph is unharmed.
+    """
+    mode = c_int(_CAPTURE_MODE_RELAXED)
+    _check(driver().cuThreadExchangeStreamCaptureMode(byref(mode)), "the capture mode of this thread")
+    try:
+        yield
+    finally:
+        driver().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
 # ---- what is loaded, per process
 
 _generation = 0  # counts forks: handles of a parent process mean nothing in its child
@@ -145,7 +161,8 @@ def load_kernel(built: BuiltKernel) -> Kernel:
     if key not in _kernels:
         with _guard:
             if key not in _kernels:
-                _kernels[key] = Kernel(built)
+                with _while_capturing():
+                    _kernels[key] = Kernel(built)
     return _kernels[key]
 
 
@@ -155,7 +172,8 @@ def load_module(cubin: Path) -> Module:
     if key not in _modules:
         with _guard:
             if key not in _modules:
-                _modules[key] = Module(cubin)
+                with _while_capturing():
+                    _modules[key] = Module(cubin)
     return _modules[key]
 
 
@@ -258,7 +276,8 @@ class Module(_Loaded):
             self._refuse_after_fork(function_name)
         function = self._functions.get(function_name)
         if function is None:
-            function = self._functions[function_name] = c_void_p(_function(self._module, function_name))
+            with _while_capturing():
+                function = self._functions[function_name] = c_void_p(_function(self._module, function_name))
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         status = self._launch(function, *grid, *block, smem_bytes, stream, pointers, None)
         if status != 0:

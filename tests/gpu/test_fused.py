@@ -33,22 +33,18 @@ def every_output(accum, col: gg.Col):
             value.to(torch.float8_e5m2), value.to(torch.int8), value.to(torch.int32))
 
 
-def operands_of(M: int, N: int, make=integers, dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = ()):
-    return {
-        "row": make(*lead, N, dtype=dtype, device=CUDA),
-        "col": make(*lead, M, dtype=dtype, device=CUDA),
-        "tile": make(*lead, M, N, dtype=dtype, device=CUDA),
-        "alpha": 2.0,
-    }
+def operands_of(M: int, N: int, make=integers, dtype=torch.float32, lead: tuple[int, ...] = (), device: str = ""):
+    on = {"dtype": dtype, "device": device or CUDA}
+    return {"row": make(*lead, N, **on), "col": make(*lead, M, **on), "tile": make(*lead, M, N, **on), "alpha": 2.0}
 
 
-def matrices(M: int, N: int, K: int, layout: str, dtype: torch.dtype, make=integers, lead: tuple[int, ...] = ()):
+def matrices(M: int, N: int, K: int, layout: str, dtype, make=integers, lead: tuple[int, ...] = (), device: str = ""):
     """A and B; a letter of `layout` is "n" for row-major, "t" for column-major."""
 
     def one(rows: int, columns: int, order: str) -> Tensor:
         if order == "n":
-            return make(*lead, rows, columns, dtype=dtype, device=CUDA)
-        return make(*lead, columns, rows, dtype=dtype, device=CUDA).mT
+            return make(*lead, rows, columns, dtype=dtype, device=device or CUDA)
+        return make(*lead, columns, rows, dtype=dtype, device=device or CUDA).mT
 
     A, B = one(M, K, layout[0]), one(K, N, layout[1])
     return A, B

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +44,49 @@ def test_operands_named_as_keywords_of_methods(name):
     torch.testing.assert_close(layer(A, {name: row}), A @ layer.weight.t() + row)
     if name != "self":  # torch.nn.Module.__call__ takes that one
         assert torch.equal(layer(A, {name: row}), layer(A, **{name: row}))
+
+
+# Extents
+
+
+@pytest.mark.parametrize("M, N, K, L", [(2**31, 8, 8, ()), (8, 2**31, 8, ()), (8, 8, 2**31, ()), (1, 1, 1, (2**31,))])
+def test_extents_beyond_32_bits_are_refused(M, N, K, L):
+    A = torch.empty((), dtype=torch.bfloat16, device="meta").expand(*L, M, K)
+    B = torch.empty((), dtype=torch.bfloat16, device="meta").expand(*L, K, N)
+    bias = torch.empty((), device="meta").expand(N)
+    with pytest.raises(gg.UnsupportedOp, match=r"2\^31 or more"):
+        gg.Gemm(bias_gelu).explain(A, B, arch="sm90", bias=bias)
+
+
+@gg.epilogue
+def every_kind(accum, row: gg.Row, col: gg.Col, tile: gg.Tile, alpha: gg.Scalar):
+    value = gg.tanh(accum * alpha + row) * col + tile
+    return {"D": value, "over_m": gg.sum(value, over="M"), "over_n": gg.sum(value, over="N"),
+            "largest": gg.amax(value, over="M")}  # fmt: skip
+
+
+def by_torch(A, B, row, col, tile, alpha):
+    value = torch.tanh(A @ B * alpha + row) * col.unsqueeze(-1) + tile
+    return value, value.sum(-2), value.sum(-1)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("M, N, K", list(itertools.product((0, 1, 3), repeat=3)), ids=str)
+def test_extents_of_0_and_1_forward_and_backward(M, N, K, lead):
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*lead, *shape, dtype=torch.float64).requires_grad_()
+
+    leaves = [leaf(M, K), leaf(K, N), leaf(N), leaf(M), leaf(M, N), leaf() if lead else torch.randn(()).double()]
+    theirs = by_torch(*leaves[:2], leaves[2].unsqueeze(-2), *leaves[3:5], leaves[5].view(*lead, 1, 1))
+    A, B, *operands = leaves
+    ours = list(gg.Gemm(every_kind)(A, B, **dict(zip(("row", "col", "tile", "alpha"), operands, strict=True))).values())
+    assert torch.equal(ours[3], theirs[0].detach().amax(-2) if M else torch.full((*lead, N), -torch.inf).double())
+    trained = [x for x in leaves if x.requires_grad]
+    for mine, want in zip(ours[:3], theirs, strict=True):
+        torch.testing.assert_close(mine, want)
+    for mine, want in zip(*(torch.autograd.grad(sum(x.sum() for x in xs[:3]), trained) for xs in (ours, theirs)),
+                          strict=True):  # fmt: skip
+        torch.testing.assert_close(mine, want)
 
 
 # out=

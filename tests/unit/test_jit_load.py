@@ -50,6 +50,7 @@ class FakeDriver:
         self.refuse: dict[str, int] = {}
         self.loaded: list[bytes] = []
         self.launches: list[tuple[object, ...]] = []
+        self.capture_mode, self.modes = 0, []
         self.attributes: list[tuple[int, int]] = []
 
     def _status(self, name: str) -> int:
@@ -61,8 +62,13 @@ class FakeDriver:
 
     def cuModuleLoadData(self, module, image):
         self.loaded.append(image)
+        self.modes.append(self.capture_mode)
         module._obj.value = 42
         return self._status("cuModuleLoadData")
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        mode._obj.value, self.capture_mode = self.capture_mode, mode._obj.value
+        return 0
 
     def cuModuleGetFunction(self, function, module, name):
         function._obj.value = 77
@@ -143,6 +149,18 @@ def test_a_kernel_is_loaded_once_per_context(driver, built):
     driver.context = 6
     assert load_kernel(built) is not first
     assert len(driver.loaded) == 2
+
+
+def test_a_module_may_be_loaded_while_the_thread_captures(driver, built):
+    load_kernel(built)
+    load_module(built.cubin)
+    assert driver.modes == [2, 2]  # CU_STREAM_CAPTURE_MODE_RELAXED
+    assert driver.capture_mode == 0  # as it was
+    driver.refuse["cuModuleLoadData"] = 200
+    driver.context += 1
+    with pytest.raises(LaunchError):
+        load_kernel(built)
+    assert driver.capture_mode == 0
 
 
 def test_threads_load_a_kernel_once(driver, built):
