@@ -58,12 +58,12 @@ SM90 = gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative")
 STREAM_K = gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2)
 PATHS = {
     "cpu": Path(40, 72, 16, device="cpu"),
-    "fused": Path(200, 264, 72, config=SM90),
-    "batched": Path(136, 264, 72, lead=(3,), config=SM90),
-    "split-k": Path(200, 264, 264, config=STREAM_K),
+    "fused": Path(200, 272, 72, config=SM90),
+    "batched": Path(136, 272, 72, lead=(3,), config=SM90),
+    "split-k": Path(200, 272, 264, config=STREAM_K),
     "fallback": Path(77, 131, 45),
-    "split": Path(200, 264, 72, is_split=True),
-    "pointwise": Path(200, 264, 0),
+    "split": Path(200, 272, 72, is_split=True),
+    "pointwise": Path(200, 272, 0),
 }
 every_path = pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[] if name == "cpu" else gpu, id=name) for name, path in PATHS.items()]
@@ -325,7 +325,7 @@ def test_matrices_of_any_memory(name, device):
 
 @DEVICES
 def test_batches_that_overlap_or_are_one(device):
-    op, (M, N, K) = gg.Gemm(kitchen), (136, 264, 72)
+    op, (M, N, K) = gg.Gemm(kitchen), (136, 272, 72)
     memory = integers(M + 16, K, dtype=torch.bfloat16, device=device)
     _, B, operands = Path(M, N, K, (3,), device=device).problem()
     for A in (memory.as_strided((3, M, K), (8 * K, K, 1)), memory[:M].expand(3, M, K)):
@@ -389,7 +389,7 @@ def test_gradients_of_more_elements_than_an_int32_counts():
 @pytest.mark.parametrize("kind", ["fused", "fallback", "split"])
 @pytest.mark.parametrize("which", ["A", "B", "tile", "D"])
 def test_batch_strides_beyond_an_int32(which, kind):
-    M, N, K = (136, 264, 72) if kind != "fallback" else (33, 45, 21)
+    M, N, K = (136, 272, 72) if kind != "fallback" else (33, 45, 21)
     path = Path(M, N, K, (2,), is_split=kind == "split")
     op, (A, B, operands) = gg.Gemm(kitchen), path.problem()
     far = 2**31 + 64
@@ -584,7 +584,7 @@ def test_a_failed_launch_names_the_kernel_and_leaves_the_process_usable(monkeypa
     assert isinstance(kernel, Kernel)
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "_handle", None)
-        with pytest.raises(gg.LaunchError, match=rf"`{kernel.name}` was not launched(.|\n)*M=200, N=264, K=72"):
+        with pytest.raises(gg.LaunchError, match=rf"`{kernel.name}` was not launched(.|\n)*M=200, N=272, K=72"):
             op(A, B, **operands)
     assert_exact(op, A, B, operands, op(A, B, **operands))
 
