@@ -343,19 +343,26 @@ def _binding(module: str, what: str, wheel: str, first_call: str) -> Any:
 
 
 def _load_wheels_library(what: str) -> None:
-    """Load the library of cuda-bindings' CUDA version where a wheel has it and the process does not.
+    """Load the wheel's library of cuda-bindings' CUDA version where torch, built for an older CUDA, has loaded its own.
 
-    The binding would else take one of an older CUDA version, if torch is built for that and has loaded it.
+    The binding would else take that one.
     """
-    major = distribution_version("cuda-bindings").split(".")[0]
-    file = f"lib{'nvrtc' if what == 'NVRTC' else what}.so.{major}"
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(file, mode=os.RTLD_NOLOAD)
+    stem, major = "libnvrtc" if what == "NVRTC" else f"lib{what}", distribution_version("cuda-bindings").split(".")[0]
+    if not major or _is_loaded(f"{stem}.so.{major}") or not _is_loaded(f"{stem}.so.{int(major) - 1}"):
         return
-    for path in (folder / f"cu{major}/lib" / file for folder in _nvidia_folders()):
-        with contextlib.suppress(OSError):  # a damaged one: the binding says what it finds
-            ctypes.CDLL(str(path))
-            return
+    for folder in (nvidia / f"cu{major}/lib" for nvidia in _nvidia_folders()):
+        # what the library looks for by name comes first; of a damaged file the binding says what it finds
+        for path in (*sorted(folder.glob(f"{stem}-builtins.so.{major}.*")), folder / f"{stem}.so.{major}"):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path))
+
+
+def _is_loaded(file: str) -> bool:
+    try:
+        ctypes.CDLL(file, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def _library_error(what: str, wheel: str, error: Exception) -> ToolchainError:

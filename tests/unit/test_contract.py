@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import gemmgen as gg
+from gemmgen.arch import arch_of_capability
 from gemmgen.errors import NoBackward, OperandError, TraceError
 from tests.oracle import integers
 
+ROOT = Path(__file__).parents[2]
 M, N, K = 6, 10, 4
 
 
@@ -150,3 +155,50 @@ def test_compiled_gradients_of_trainable_parameters():
         torch.testing.assert_close(compiled[name], gradient)
     with pytest.raises(NoBackward, match="no derivative itself"):  # which is one's own only to differentiate
         compiled["weight"].sum().backward()
+
+
+# Toolchain, processes
+
+
+def test_a_gpu_newer_than_any_known_arch_is_refused_with_the_way_out():
+    with pytest.raises(gg.UnsupportedArch, match=r"B9000 has compute capability 13\.0(.|\n)*move the tensors to the"):
+        arch_of_capability((13, 0), "B9000")
+
+
+def test_no_text_reaches_a_shell():
+    for path in (ROOT / "gemmgen").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.keyword) and node.arg == "shell"), path
+            assert not (isinstance(node, ast.Attribute) and node.attr in ("system", "popen", "getoutput")), path
+
+
+def test_names_never_reach_a_path_or_a_command():
+    def fn(accum):
+        return accum
+
+    fn.__name__ = "../../$(touch pwned); `touch pwned`"
+    A = torch.empty(64, 64, device="meta", dtype=torch.bfloat16)
+    text = gg.Gemm(gg.epilogue(fn)).source(A, A, arch="sm90")
+    assert not re.search(r"[$;`]\s*touch", text)
+
+
+# README
+
+
+def test_every_test_that_readme_names_exists():
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("## What you can rely on")[2].partition("\n## ")[0]
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", section)
+    assert len(named) > 40
+    for file, test in named:
+        tree = ast.parse((ROOT / file).read_text())
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert not test or test in functions, f"{file}::{test}"
+
+
+def test_every_promise_in_readme_names_a_test():
+    section = (ROOT / "README.md").read_text().partition("## What you can rely on")[2].partition("\n## ")[0]
+    promises = re.findall(r"^\* .*?(?=^\* |^\*\*|\Z)", section, re.MULTILINE | re.DOTALL)
+    assert len(promises) > 25
+    for promise in promises:
+        assert "`tests/" in promise, promise

@@ -109,20 +109,24 @@ def test_an_nvjitlink_of_an_older_cuda_is_refused_with_a_mend_that_leaves_torch_
     expect("nvcc 13.0.88 does not fit nvJitLink 12.8", '"nvidia-nvjitlink==13.0.*"', "beside torch's own")
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-def test_the_wheels_library_is_taken_before_an_older_one_of_torchs(monkeypatch, tmp_path, loaded):
+@pytest.mark.parametrize("loaded, taken", [((), False), ((12,), True), ((13,), False), ((12, 13), False)], ids=str)
+@pytest.mark.parametrize("what, stem", [("nvJitLink", "libnvJitLink"), ("NVRTC", "libnvrtc")])
+def test_the_wheels_library_is_taken_beside_an_older_one_of_torchs(monkeypatch, tmp_path, what, stem, loaded, taken):
     opened = []
+    library = executable(tmp_path / f"nvidia/cu13/lib/{stem}.so.13")
+    builtins = executable(tmp_path / "nvidia/cu13/lib/libnvrtc-builtins.so.13.0")
 
     def cdll(path, mode=0):
-        if mode == os.RTLD_NOLOAD and not loaded:
+        if mode == os.RTLD_NOLOAD and path not in [f"{stem}.so.{major}" for major in loaded]:
             raise OSError
-        opened.append(path)
+        if mode == 0:
+            opened.append(Path(path))
 
     monkeypatch.setattr(toolchain, "_nvidia_folders", lambda: [tmp_path / "nvidia"])
     monkeypatch.setattr(toolchain, "distribution_version", lambda name: "13.0.3")
     monkeypatch.setattr(toolchain.ctypes, "CDLL", cdll)
-    toolchain._load_wheels_library("nvJitLink")
-    assert opened == ["libnvJitLink.so.13" if loaded else str(tmp_path / "nvidia/cu13/lib/libnvJitLink.so.13")]
+    toolchain._load_wheels_library(what)
+    assert opened == ([] if not taken else [builtins, library] if what == "NVRTC" else [library])
 
 
 def test_a_missing_host_compiler_is_named(monkeypatch, tmp_path, machine):
