@@ -123,6 +123,20 @@ def test_outs_that_are_parts_of_one_buffer_are_written():
 # Tracers
 
 
+def test_out_is_functionalised():
+    op = gg.Gemm(two)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def doubled(A: Tensor, B: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        first.add_(1)
+        op(A, B, out=(first, second))
+        return first * 2 + second
+
+    A, B, first, second = integers(M, K), integers(K, N), torch.zeros(M, N), torch.zeros(M, N)
+    assert torch.equal(doubled(A, B, first, second), A @ B * 3 + 1)
+    assert torch.equal(first, A @ B) and torch.equal(second, A @ B + 1)
+
+
 def test_modules_are_leaves_of_torch_fx():
     model = torch.nn.Sequential(gg.nn.MLP(8, 16, bias_gelu), gg.nn.Linear(8, 4, epilogue=bias_gelu))
     traced = torch.fx.symbolic_trace(model)
