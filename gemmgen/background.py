@@ -26,19 +26,23 @@ class Builds:
         self._workers: Workers | None = None
         self._futures: dict[Hashable, Future[Any]] = {}
 
-    def submit(self, key: Hashable, what: str, build: Callable[[], T]) -> Future[T]:
-        """Run `build` in the background, once for equal keys while it runs, and never again once it has failed."""
+    def submit(self, key: Hashable, what: str, build: Callable[[], T], otherwise: str) -> Future[T]:
+        """Run `build` in the background, once for equal keys while it runs, and never again once it has failed.
+
+        Args:
+            what, otherwise: for the warning about a failure: what was to be built, and what is so without it.
+        """
         with self._lock:
             if key not in self._futures:
                 self._workers = self._workers or Workers(build_jobs(settings()))
-                self._futures[key] = self._workers.submit(functools.partial(self._run, key, what, build))
+                self._futures[key] = self._workers.submit(functools.partial(self._run, key, what, build, otherwise))
             return self._futures[key]
 
-    def _run(self, key: Hashable, what: str, build: Callable[[], T]) -> T:
+    def _run(self, key: Hashable, what: str, build: Callable[[], T], otherwise: str) -> T:
         try:
             result = build()
         except Exception as error:
-            logger.warning("%s was not built in the background, and its calls stay unfused: %s", what, error)
+            logger.warning("%s was not built in the background, and %s: %s", what, otherwise, error)
             raise
         with self._lock:
             self._futures.pop(key, None)  # the cache has it now
@@ -48,9 +52,11 @@ class Builds:
 _builds = Builds()
 
 
-def submit(key: Hashable, what: str, build: Callable[[], T]) -> Future[T]:
+def submit(
+    key: Hashable, what: str, build: Callable[[], T], otherwise: str = "its calls stay unfused"
+) -> Future[T]:
     """`Builds.submit` for this process."""
-    return _builds.submit(key, what, build)
+    return _builds.submit(key, what, build, otherwise)
 
 
 def _after_fork() -> None:

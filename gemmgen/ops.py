@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from gemmgen import dispatcher
 from gemmgen.bind import is_writable_layout
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward, OperandError, UnsupportedOp
@@ -68,8 +69,11 @@ class EpilogueOp:
     @property
     def schema(self) -> str:
         """The schema of the functional overload."""
+        return self._schema_of(self.name)
+
+    def _schema_of(self, name: str) -> str:
         arguments = ", ".join(["Tensor A", "Tensor B", *self._operands.texts])
-        return f"{self.name}({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(self.graph)}"
+        return f"{name}({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(self.graph)}"
 
     def _define(self) -> None:
         outs = [f"Tensor(a{i}!) out{i}" for i in range(len(self.graph.results))]
@@ -77,8 +81,12 @@ class EpilogueOp:
         arguments = ", ".join(["Tensor A", "Tensor B", *self._operands.texts, "*", *outs])
         _library.define(f"{self.name}.out({arguments}) -> ()", tags=torch.Tag.pt2_compliant_tag)
         _library.impl(self.name, self._cpu, "CPU")
-        _library.impl(self.name, self._cuda, "CUDA")
-        _library.impl(self.name, self._autograd, "Autograd")
+        in_python = f"{self.name}.python" if dispatcher.is_available() else self.name
+        if in_python != self.name:
+            _library.define(self._schema_of(in_python), tags=torch.Tag.pt2_compliant_tag)
+        _library.impl(in_python, self._cuda, "CUDA")
+        _library.impl(in_python, self._autograd, "Autograd")
+        self.runner.dispatched = dispatcher.implement(self.name, self._operands) if in_python != self.name else None
         implement_autocast(self.name, lambda: self.overload, (0, 1))
         _library.impl(f"{self.name}.out", self._autograd_out, "Autograd")
         _library.impl(f"{self.name}.out", self._cpu_out, "CPU")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from gemmgen.device import Target, stream_of
 from gemmgen.dtypes import DType
 from gemmgen.evaluate import TORCH_DTYPES, round_to
 from gemmgen.jit.build import BuiltKernel
-from gemmgen.signature import Kind, Output, Reduce
+from gemmgen.signature import Kind, Reduce
 
 RASTER = {"heuristic": 0, "M": 1, "N": 2}
 IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: float("-inf"), Reduce.MIN: float("inf")}
@@ -39,12 +39,20 @@ _B_WORD = (jit.Args.b.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
 
 
 class Load(NamedTuple):
-    """An operand of the epilogue. Its pointer is word `word` of the argument struct."""
+    """An operand of the epilogue.
+
+    Attributes:
+        word: of the argument struct: its pointer.
+        value_offset: of the argument struct, in bytes: the number, where `is_number`.
+        copied: whether it is made contiguous first.
+    """
 
     name: str
     slot: int
     word: int
+    value_offset: int
     copied: bool
+    is_number: bool
 
 
 class Store(NamedTuple):
@@ -56,13 +64,20 @@ class Store(NamedTuple):
     is_reduction: bool
 
 
+class Step(NamedTuple):
+    """One launch of `gemmgen_finish`: partials of `shape` [L, P, X], contiguous, are combined along P into [L, X]."""
+
+    module: jit.Module
+    shape: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    is_narrow: bool
+
+
 class Finish(NamedTuple):
-    """The last step of result `result`: its partials [L, P, X] become the result."""
+    """What turns the partials of result `result` into it: a second step reduces N as well, for one over both axes."""
 
     result: int
-    module: jit.Module
-    second: jit.Module | None  # reduces N as well, for a result over both axes
-    partials: tuple[int, int, int]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,14 @@ class Plan:
     product: Product | None = None
     copies_matrices: bool = False
     spare: list[tuple[jit.Args, Words]] = field(default_factory=list, compare=False, repr=False)
+
+    a_word: ClassVar[int] = _A_WORD
+    b_word: ClassVar[int] = _B_WORD
+
+    @property
+    def depends_on_precision(self) -> bool:
+        """Whether torch's setting for fp32 products chose it."""
+        return isinstance(self.binding, Binding) and self.binding.signature.a.dtype is DType.F32
 
     def with_order(self, config: GemmConfig) -> Plan:
         """The same kernel walking its tiles by the raster and the swizzle of `config`."""
@@ -181,12 +204,16 @@ def _filled(binding: EpilogueBinding) -> jit.Args:
 
 
 def _loads(binding: EpilogueBinding) -> tuple[Load, ...]:
-    start, size = jit.Args.inputs.offset + jit.InputArgs.ptr.offset, ctypes.sizeof(jit.InputArgs)
+    size = ctypes.sizeof(jit.InputArgs)
+    starts = [jit.Args.inputs.offset + i * size for i in range(len(binding.slots))]
     return tuple(
-        Load(slot.name, i, (start + i * size) // _WORD_BYTES, reading.copied)
+        Load(
+            slot.name, i, (starts[i] + jit.InputArgs.ptr.offset) // _WORD_BYTES,
+            starts[i] + jit.InputArgs.value.offset, reading.copied, reading.is_number,
+        )
         for i, (slot, reading) in enumerate(zip(binding.slots, binding.readings, strict=True))
         if slot.name is not None and reading is not None
-    )
+    )  # fmt: skip
 
 
 def _stores(binding: EpilogueBinding) -> tuple[Store, ...]:
@@ -207,15 +234,15 @@ def _finishes(binding: EpilogueBinding, arch: Arch, counts: Sequence[int], args:
         kept = extents.N if output.kind is Kind.ROW else extents.M
         args.outputs[i].row_stride, args.outputs[i].batch_stride = kept, kept * counts[i]
         is_over_both, dtype = result.node.attr == "MN", binding.dtypes[i]
-        first = _finish_module(output, DType.F32 if is_over_both else dtype, arch)
-        second = _finish_module(output, dtype, arch) if is_over_both else None
-        finishes.append(Finish(i, first, second, (extents.L, counts[i], kept)))
+        first = _step(output.reduce, DType.F32 if is_over_both else dtype, (extents.L, counts[i], kept), arch)
+        second = (_step(output.reduce, dtype, (extents.L, kept, 1), arch),) if is_over_both else ()
+        finishes.append(Finish(i, (first, *second)))
     return tuple(finishes)
 
 
-def _finish_module(output: Output, dtype: DType, arch: Arch) -> jit.Module:
-    assert output.reduce is not None
-    return jit.load_module(jit.build_module(pointwise.render_finish(output.reduce, dtype), arch))
+def _step(reduce: Reduce, dtype: DType, shape: tuple[int, int, int], arch: Arch) -> Step:
+    module = jit.load_module(jit.build_module(pointwise.render_finish(reduce, dtype), arch))
+    return Step(module, shape, *pointwise.finish_grid(shape[0], shape[2]))
 
 
 # Running them
@@ -315,7 +342,7 @@ def laid_out(matrix: Tensor, reading: MatrixReading, k_axis: int) -> Tensor:
 def _bind_inputs(plan: Plan, args: jit.Args, words: Words, operands: Operands) -> list[Tensor]:
     """Fill the operands' pointers; the copies returned must live until the launch."""
     keep = []
-    for name, slot, word, copied in plan.loads:
+    for name, slot, word, _, copied, _ in plan.loads:
         value = operands[name]
         if not isinstance(value, Tensor):
             args.inputs[slot].value = float(value)
@@ -335,7 +362,7 @@ def _bind_outputs(plan: Plan, words: Words, results: Sequence[Tensor], device: t
         _set_identities(plan, results)
     partials = []
     for finish in plan.finishes:
-        partials.append(torch.empty(finish.partials, dtype=torch.float32, device=device))
+        partials.append(torch.empty(finish.steps[0].shape, dtype=torch.float32, device=device))
         words[plan.stores[finish.result].word] = partials[-1].data_ptr()
     return partials
 
@@ -357,24 +384,21 @@ def _set_strides(plan: Plan, args: jit.Args, outs: Sequence[Tensor]) -> None:
 
 
 def _finish(finish: Finish, partials: Tensor, result: Tensor, stream: int) -> None:
-    L, P, X = finish.partials
-    if finish.second is None:
-        _launch_finish(finish.module, partials, result, (L, P, X), stream)
+    first, *rest = finish.steps
+    if not rest:
+        _launch(first, partials, result, stream)
         return
-    columns = torch.empty((L, X), dtype=torch.float32, device=partials.device)
-    _launch_finish(finish.module, partials, columns, (L, P, X), stream)
-    _launch_finish(finish.second, columns, result, (L, X, 1), stream)
+    batches, _, kept = first.shape
+    columns = torch.empty((batches, kept), dtype=torch.float32, device=partials.device)
+    _launch(first, partials, columns, stream)
+    _launch(rest[0], columns, result, stream)
 
 
-def _launch_finish(
-    module: jit.Module, partials: Tensor, result: Tensor, shape: tuple[int, int, int], stream: int
-) -> None:
-    """Combine `partials` of `shape` [L, P, X], contiguous, along P into `result` [L, X]."""
-    batches, count, kept = shape
-    grid, is_narrow = pointwise.finish_grid(batches, kept)
+def _launch(step: Step, partials: Tensor, result: Tensor, stream: int) -> None:
+    batches, count, kept = step.shape
     arguments = [
         ctypes.c_void_p(partials.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(count),
         ctypes.c_int64(kept), ctypes.c_int64(batches), ctypes.c_int64(kept), ctypes.c_int64(kept * count),
-        ctypes.c_int(is_narrow),
+        ctypes.c_int(step.is_narrow),
     ]
-    module.launch("gemmgen_finish", grid, (pointwise.FINISH_THREADS, 1, 1), arguments, stream)
+    step.module.launch("gemmgen_finish", step.grid, (pointwise.FINISH_THREADS, 1, 1), arguments, stream)

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gemmgen import background, tune, tuned, ways
+from gemmgen import background, dispatcher, tune, tuned, ways
 from gemmgen.bind import Binding, bind, bind_epilogue
 from gemmgen.config import GemmConfig
 from gemmgen.device import Target, is_capturing, is_current, made_current, target_of
+from gemmgen.dispatcher import DispatchedOp
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
@@ -91,6 +92,7 @@ class Runner:
         self._reference = reference
         self._plans = Plans()
         self._pending: dict[Key, Upgrade] = {}
+        self.dispatched: DispatchedOp | None = None
 
     def __call__(
         self,
@@ -102,7 +104,14 @@ class Runner:
     ) -> list[Tensor]:
         """The results of the graph in order; written into `outs` where given."""
         device = A.device
-        return _on(device, lambda: run(self.plan(A, B, operands, out_dtype, outs), (A, B), operands, device, outs))
+
+        def planned_and_run() -> list[Tensor]:
+            plan = self.plan(A, B, operands, out_dtype, outs)
+            if self.dispatched is not None and outs is None:
+                self.dispatched.offer(plan)
+            return run(plan, (A, B), operands, device, outs)
+
+        return _on(device, planned_and_run)
 
     def plan(
         self,
@@ -138,12 +147,15 @@ class Runner:
     def forget_plans(self) -> None:
         """Choose anew for every call, as after a measurement."""
         self._plans = Plans()
+        if self.dispatched is not None:
+            self.dispatched.forget()
 
     def _referred(self, A: Tensor, B: Tensor, operands: Operands) -> list[Tensor]:
         assert self._reference is not None, "a runner without a reference tunes only what torch can multiply"
         return self._reference(A, B, operands)
 
     def _make(self, key: Key, call: tune.Call) -> Plan:
+        dispatcher.build_in_background()
         binding, target = call.binding, call.target
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)

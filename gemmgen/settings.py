@@ -26,6 +26,7 @@ ENVIRONMENT: tuple[Variable, ...] = (
     Variable("GEMMGEN_CACHE_DIR", "the user cache folder of the platform", "Folder of compiled kernels."),
     Variable("GEMMGEN_CACHE_MAX_GB", "10", "Size in GB above which the least recently used entries are evicted."),
     Variable("GEMMGEN_COMPILE", "1", "0 forbids every compilation; a kernel that is not cached is then an error."),
+    Variable("GEMMGEN_DISPATCHER", "1", "0 keeps Python in the way of every call; see `gemmgen doctor`."),
     Variable("GEMMGEN_BUILD_JOBS", "from cores and free memory", "Kernels that are compiled at the same time."),
     Variable("GEMMGEN_NVCC", "found", "Path of nvcc. Else CUDA_HOME, PATH, /usr/local/cuda, then the PyPI wheels."),
     Variable("GEMMGEN_CXX", "g++", "Host compiler that nvcc uses; NVCC_CCBIN is read when this is not set."),
@@ -44,6 +45,7 @@ class Settings:
         cache_dir: folder of compiled kernels, or None for the platform's user cache folder.
         cache_max_bytes: size above which the cache evicts.
         compile_allowed: False forbids nvcc, NVRTC and nvJitLink.
+        dispatcher: whether calls go through the C++ dispatcher where it is built.
         build_jobs: kernels compiled at once, or None to choose from cores and memory.
         nvcc: an explicit nvcc, or None to look for one.
         host_compiler: an explicit host compiler, or None for g++.
@@ -53,6 +55,7 @@ class Settings:
     cache_dir: Path | None = None
     cache_max_bytes: int = 10_000_000_000
     compile_allowed: bool = True
+    dispatcher: bool = True
     build_jobs: int | None = None
     nvcc: str | None = None
     host_compiler: str | None = None
@@ -71,6 +74,7 @@ def settings(environment: Mapping[str, str] | None = None) -> Settings:
         cache_dir=_folder("GEMMGEN_CACHE_DIR", cache_dir) if cache_dir else None,
         cache_max_bytes=int(_number(env, "GEMMGEN_CACHE_MAX_GB", 10.0) * 1e9),
         compile_allowed=_switch(env, "GEMMGEN_COMPILE"),
+        dispatcher=_switch(env, "GEMMGEN_DISPATCHER"),
         build_jobs=_jobs(env),
         nvcc=env.get("GEMMGEN_NVCC") or None,
         host_compiler=env.get("GEMMGEN_CXX") or env.get("NVCC_CCBIN") or None,

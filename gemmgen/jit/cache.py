@@ -30,8 +30,8 @@ from gemmgen.settings import Settings
 
 log = logging.getLogger(__name__)
 
-SKELETONS, KERNELS, MODULES, INPUTS = "skeletons", "kernels", "modules", "inputs"
-KINDS = (SKELETONS, KERNELS, MODULES, INPUTS)
+SKELETONS, KERNELS, MODULES, INPUTS, LIBRARIES = "skeletons", "kernels", "modules", "inputs", "libraries"
+KINDS = (SKELETONS, KERNELS, MODULES, INPUTS, LIBRARIES)
 MANIFEST = "manifest.json"
 GRACE_S = 600.0  # entries used this recently may be in a running build's hands: they are not evicted
 _TRUSTED_ROOT = 0  # the uid that may fill a cache for others

@@ -10,14 +10,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gemmgen.arch import Arch
 from gemmgen.errors import CompileError, ToolchainError
-from gemmgen.jit.toolchain import Toolchain, nvrtc, template_include_dir, toolchain
+from gemmgen.jit.toolchain import Toolchain, find_host_compiler, nvrtc, template_include_dir, toolchain
+from gemmgen.settings import settings
 
 # without NDEBUG device asserts stay in and ptxas serialises wgmma (C7510)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
@@ -25,6 +26,7 @@ LAUNCHER_FLAGS = ("-DGEMMGEN_LAUNCHER", "-Xcompiler", "-fPIC", "-shared", "-Xlin
 LTOIR_FLAGS = ("-rdc=true", "-ltoir")
 FUNCTOR_FLAGS = ("-dlto", "-rdc=true", "--std=c++17")
 CUBIN_FLAGS = ("--std=c++17",)
+LIBRARY_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-s")
 
 # compiler messages that are the machine's fault rather than the source's, with the mend
 _MENDS = (
@@ -88,6 +90,36 @@ def _skeleton_commands(tools: Toolchain, arch: Arch, directory: Path) -> list[li
     launcher = ["-gencode", f"{target}sm_{arch.target}", *LAUNCHER_FLAGS, "-o", str(directory / "launcher.so")]
     libraries = [f"-L{folder}" for folder in tools.library_dirs]
     return [[*driver, *device, source], [*driver, *launcher, source, *libraries]]
+
+
+def compile_library(
+    text: str,
+    flags: Sequence[str],
+    *,
+    name: str,
+    failed_dir: Path | None = None,
+    cancelled: threading.Event | None = None,
+) -> bytes:
+    """The shared library of C++ `text`, by the host compiler alone.
+
+    Args:
+        flags: for compiling and linking, beyond those that make it a shared library.
+        failed_dir, cancelled: as of `compile_skeleton`.
+
+    Raises:
+        CompileError: the compiler refuses the source.
+        ToolchainError: there is no host compiler.
+    """
+    compiler = str(find_host_compiler(settings()))
+    with tempfile.TemporaryDirectory(prefix="gemmgen-build-") as folder:
+        directory = Path(folder)
+        source, library = directory / f"{name}.cpp", directory / f"{name}.so"
+        source.write_text(text, encoding="utf-8")
+        command = [compiler, *LIBRARY_FLAGS, str(source), "-o", str(library), *flags]
+        log = _run_together([command], directory, cancelled or threading.Event())
+        if log.failed or not library.is_file():
+            raise failure(name, compiler, log.text, text, failed_dir)
+        return library.read_bytes()
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,9 @@ class Kernel(_Loaded):
         self._handle = c_void_p(_function(self._module, built.function))
         self.smem_bytes: int = self._library.gemmgen_smem_bytes()
         self._run = self._library.gemmgen_run
+        # for a caller that is not Python, which launches as `run` does
+        self.entry = ctypes.cast(self._run, c_void_p).value
+        self.handle = self._handle.value
         if self.smem_bytes > _SMEM_BYTES_WITHOUT_ASKING:
             status = driver().cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SMEM, self.smem_bytes)
             _check(status, f"kernel `{self.name}` cannot have {self.smem_bytes} bytes of shared memory")
@@ -274,14 +277,19 @@ class Module(_Loaded):
         """
         if self._generation != _generation:
             self._refuse_after_fork(function_name)
-        function = self._functions.get(function_name)
-        if function is None:
-            with _while_capturing():
-                function = self._functions[function_name] = c_void_p(_function(self._module, function_name))
+        function = self._functions.get(function_name) or self._found(function_name)
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         status = self._launch(function, *grid, *block, smem_bytes, stream, pointers, None)
         if status != 0:
             raise LaunchError(f"`{function_name}` was not launched: {describe(status)}\n  grid {grid}, block {block}")
+
+    def function(self, name: str) -> int:
+        """The CUfunction of a kernel, for a caller that is not Python."""
+        return self._found(name).value or 0
+
+    def _found(self, name: str) -> c_void_p:
+        with _while_capturing():
+            return self._functions.setdefault(name, c_void_p(_function(self._module, name)))
 
 
 def _launcher(built: BuiltKernel) -> ctypes.CDLL:

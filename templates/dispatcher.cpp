@@ -1,0 +1,353 @@
+// The way of an eager call from torch's dispatcher to the launch of a fused kernel, without Python.
+//
+// gemmgen/dispatcher.py builds this file once per version of torch, and mirrors the structs below in ctypes.
+// A call is recognised by the metadata of its arguments. One that was not seen before runs in Python, through the
+// op's `python` overload, which offers the plan that it made; calls alike are then launched from here.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr int kAbiVersion = 1;
+constexpr int kMaxArgsBytes = 2048;
+constexpr int kMaxKeyWords = 320;
+constexpr int kMaxResults = 8;
+constexpr int kMaxDims = 3;
+constexpr int kMaxLoads = 16;
+constexpr size_t kMaxPlans = 4096;  // of one op; then all are forgotten
+
+// --- what Python fills in
+
+using Run = int (*)(void* kernel, const void* args, void* workspace, void* stream);
+using ContextGetCurrent = int (*)(void** context);
+using LaunchKernel = int (*)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned smem,
+                             void* stream, void** parameters, void** extra);
+using CurrentStream = int (*)(int32_t device_index, void** stream);
+
+struct Driver {
+  ContextGetCurrent context_get_current;
+  LaunchKernel launch_kernel;
+  CurrentStream current_stream;
+};
+
+struct Result {
+  int64_t sizes[kMaxDims];
+  int32_t dims;
+  int32_t scalar_type;
+  int32_t word;  // of its pointer in the kernel's arguments, or of the pointer to its partials
+  int32_t unused;
+};
+
+struct Load {
+  int32_t argument;      // of the op: a tensor
+  int32_t word;          // of its pointer
+  int32_t value_offset;  // where the number beside a None goes, a float, in bytes
+  int32_t is_number;
+};
+
+// One step that makes a result [L, X] of partials [L, P, X]; see gemmgen_finish in finish.cu.jinja.
+struct Step {
+  void* function;
+  int64_t batches, count, kept;
+  uint32_t grid[3];
+  int32_t is_narrow;
+};
+
+struct Finish {
+  int32_t result;
+  int32_t step_count;  // 2 for a result over both axes
+  Step steps[2];
+};
+
+struct Plan {
+  void* context;  // the CUDA context that the kernel was loaded into
+  Run run;
+  void* kernel;
+  const void* args;  // of the kernel, without pointers
+  int64_t workspace_bytes;
+  int32_t args_bytes;
+  int32_t a_word, b_word;
+  int32_t result_count, load_count, finish_count;
+  uint32_t finish_threads;
+  int32_t unused;
+  Result results[kMaxResults];
+  Load loads[kMaxLoads];
+  Finish finishes[kMaxResults];
+};
+
+Driver driver{};
+
+// --- telling calls apart
+
+struct Key {
+  std::array<int64_t, kMaxKeyWords> words;
+  int count = 0;
+
+  bool add(int64_t word) {
+    if (count == kMaxKeyWords) return false;
+    words[count++] = word;
+    return true;
+  }
+
+  bool add(const at::Tensor& x) {
+    const int64_t dims = x.dim();
+    if (count + 1 + 2 * dims > kMaxKeyWords) return false;
+    const auto alignment = reinterpret_cast<uintptr_t>(x.const_data_ptr()) & 15;
+    words[count++] = static_cast<int64_t>(x.scalar_type()) | static_cast<int64_t>(x.get_device() & 0xff) << 8 |
+                     static_cast<int64_t>(alignment) << 16 | dims << 32 | int64_t{1} << 56;
+    for (const int64_t size : x.sizes()) words[count++] = size;
+    for (const int64_t stride : x.strides()) words[count++] = stride;
+    return true;
+  }
+
+  uint64_t hash() const {
+    uint64_t value = 0x9e3779b97f4a7c15u;
+    for (int i = 0; i < count; ++i) {
+      value = (value ^ static_cast<uint64_t>(words[i])) * 0xff51afd7ed558ccdu;
+      value ^= value >> 32;
+    }
+    return value;
+  }
+
+  bool equals(const std::vector<int64_t>& other) const {
+    return other.size() == static_cast<size_t>(count) && std::equal(other.begin(), other.end(), words.begin());
+  }
+};
+
+// Whether all arguments could be read. Numbers are values of a call, not part of what it is.
+bool read_key(c10::ArrayRef<c10::IValue> arguments, Key& key) {
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      const at::Tensor& x = argument.toTensor();
+      if (!x.defined() || x.layout() != c10::kStrided || !key.add(x)) return false;
+    } else if (argument.isInt()) {
+      if (!key.add(argument.toInt()) || !key.add(2)) return false;
+    } else if (argument.isNone() || argument.isDouble()) {
+      if (!key.add(argument.isNone() ? 3 : 4)) return false;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+// --- running a plan
+
+struct Owned {
+  explicit Owned(const Plan& given)
+      : plan(given), args(static_cast<const char*>(given.args), static_cast<const char*>(given.args) + given.args_bytes) {}
+  Plan plan;
+  std::vector<char> args;
+};
+
+void launch_step(const Plan& plan, const Step& step, void* partials, void* result, void* stream, int& status) {
+  if (status != 0) return;
+  int64_t count = step.count, kept = step.kept, batches = step.batches, of_batch = step.kept * step.count;
+  int32_t is_narrow = step.is_narrow;
+  void* parameters[] = {&partials, &result, &count, &kept, &batches, &kept, &of_batch, &is_narrow};
+  status = driver.launch_kernel(step.function, step.grid[0], step.grid[1], step.grid[2], plan.finish_threads, 1, 1, 0,
+                                stream, parameters, nullptr);
+}
+
+int finish(const Plan& plan, const Finish& last, const at::Tensor& partials, const at::Tensor& result, void* stream) {
+  int status = 0;
+  if (last.step_count == 1) {
+    launch_step(plan, last.steps[0], partials.data_ptr(), result.data_ptr(), stream, status);
+    return status;
+  }
+  const at::Tensor columns = at::empty({last.steps[0].batches, last.steps[0].kept}, partials.options());
+  launch_step(plan, last.steps[0], partials.data_ptr(), columns.data_ptr(), stream, status);
+  launch_step(plan, last.steps[1], columns.data_ptr(), result.data_ptr(), stream, status);
+  return status;
+}
+
+// The results of a call, or nothing where Python has to look: another context is current, or a launch was refused.
+std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10::IValue> arguments) {
+  const Plan& plan = owned.plan;
+  void* context = nullptr;
+  if (driver.context_get_current(&context) != 0 || context != plan.context) return std::nullopt;
+  const at::Tensor& A = arguments[0].toTensor();
+  void* stream = nullptr;
+  if (driver.current_stream(A.get_device(), &stream) != 0) return std::nullopt;
+
+  alignas(16) char args[kMaxArgsBytes];
+  std::memcpy(args, owned.args.data(), owned.args.size());
+  void** words = reinterpret_cast<void**>(args);
+  words[plan.a_word] = const_cast<void*>(A.const_data_ptr());
+  words[plan.b_word] = const_cast<void*>(arguments[1].toTensor().const_data_ptr());
+  for (int i = 0; i < plan.load_count; ++i) {
+    const Load& load = plan.loads[i];
+    if (load.is_number) {
+      const float value = static_cast<float>(arguments[load.argument + 1].toDouble());
+      std::memcpy(args + load.value_offset, &value, sizeof value);
+    } else {
+      words[load.word] = const_cast<void*>(arguments[load.argument].toTensor().const_data_ptr());
+    }
+  }
+  const auto options = at::TensorOptions().device(A.device());
+  std::vector<at::Tensor> results;
+  results.reserve(plan.result_count);
+  for (int i = 0; i < plan.result_count; ++i) {
+    const Result& result = plan.results[i];
+    const c10::IntArrayRef sizes(result.sizes, result.dims);
+    results.push_back(at::empty(sizes, options.dtype(static_cast<c10::ScalarType>(result.scalar_type))));
+    words[result.word] = results.back().data_ptr();
+  }
+  std::array<at::Tensor, kMaxResults> partials;
+  for (int i = 0; i < plan.finish_count; ++i) {
+    const Step& step = plan.finishes[i].steps[0];
+    partials[i] = at::empty({step.batches, step.count, step.kept}, options.dtype(at::kFloat));
+    words[plan.results[plan.finishes[i].result].word] = partials[i].data_ptr();
+  }
+  at::Tensor workspace;
+  if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, options.dtype(at::kByte));
+  void* scratch = plan.workspace_bytes > 0 ? workspace.data_ptr() : nullptr;
+  if (plan.run(plan.kernel, args, scratch, stream) != 0) return std::nullopt;
+  for (int i = 0; i < plan.finish_count; ++i) {
+    const Finish& last = plan.finishes[i];
+    if (finish(plan, last, partials[i], results[last.result], stream) != 0) return std::nullopt;
+  }
+  return results;
+}
+
+// --- the op's kernels
+
+struct Op {
+  Op(c10::OperatorHandle given, size_t count) : python(std::move(given)), argument_count(count) {}
+
+  std::shared_ptr<const Owned> find(const Key& key, uint64_t hash) {
+    std::shared_lock lock(mutex);
+    const auto found = plans.find(hash);
+    return found != plans.end() && key.equals(found->second.first) ? found->second.second : nullptr;
+  }
+
+  void put(const Key& key, uint64_t hash, std::shared_ptr<const Owned> plan) {
+    std::unique_lock lock(mutex);
+    if (plans.size() >= kMaxPlans) plans.clear();
+    std::vector<int64_t> words(key.words.begin(), key.words.begin() + key.count);
+    plans.insert_or_assign(hash, std::pair(std::move(words), std::move(plan)));
+  }
+
+  const c10::OperatorHandle python;
+  const size_t argument_count;
+  std::shared_mutex mutex;
+  std::unordered_map<uint64_t, std::pair<std::vector<int64_t>, std::shared_ptr<const Owned>>> plans;
+  std::atomic<uint64_t> generation{0};  // counts `forget`: a plan made before it must not come in after it
+  std::atomic<int64_t> launches{0};
+};
+
+thread_local Op* offering = nullptr;
+thread_local std::shared_ptr<const Owned> offered;
+
+// Runs a call: for the key of the device.
+struct Call final : c10::OperatorKernel {
+  explicit Call(Op* op) : op_(op) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    Key key;
+    const auto arguments = torch::jit::last(*stack, op_->argument_count);
+    const bool is_readable = read_key(arguments, key);
+    const uint64_t hash = is_readable ? key.hash() : 0;
+    if (is_readable) {
+      if (const auto plan = op_->find(key, hash)) {
+        if (auto results = run(*plan, arguments)) {
+          op_->launches.fetch_add(1, std::memory_order_relaxed);
+          torch::jit::drop(*stack, op_->argument_count);
+          for (at::Tensor& result : *results) stack->emplace_back(std::move(result));
+          return;
+        }
+      }
+    }
+    const uint64_t generation = op_->generation.load();
+    offering = nullptr;
+    op_->python.redispatchBoxed(keys, stack);
+    if (is_readable && offering == op_ && generation == op_->generation.load()) op_->put(key, hash, std::move(offered));
+    offering = nullptr;
+    offered.reset();
+  }
+
+ private:
+  Op* op_;
+};
+
+// Lets a call that records no gradient pass, and hands others to Python: for the key Autograd.
+struct Record final : c10::OperatorKernel {
+  explicit Record(Op* op) : op_(op) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const bool is_recording = c10::GradMode::is_enabled();
+    for (const c10::IValue& argument : torch::jit::last(*stack, op_->argument_count)) {
+      if (!argument.isTensor()) continue;
+      const at::Tensor& x = argument.toTensor();
+      if (x.defined() && ((is_recording && x.requires_grad()) || x._fw_grad(0).defined())) {
+        op_->python.redispatchBoxed(keys, stack);
+        return;
+      }
+    }
+    at::AutoDispatchBelowAutograd guard;
+    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+
+ private:
+  Op* op_;
+};
+
+}  // namespace
+
+#define EXPORTED __attribute__((visibility("default")))
+
+extern "C" {
+
+EXPORTED int gemmgen_dispatcher_abi() { return kAbiVersion; }
+
+EXPORTED int64_t gemmgen_dispatcher_plan_bytes() { return sizeof(Plan); }
+
+EXPORTED void gemmgen_dispatcher_bind(const Driver* given) { driver = *given; }
+
+// Implements `gemmgen::<name>` for device key `device_key` and for Autograd, with Python behind `gemmgen::<name>.python`.
+EXPORTED void* gemmgen_dispatcher_implement(const char* name, const char* device_key) {
+  static auto* library = new torch::Library(torch::Library::IMPL, "gemmgen", std::nullopt, __FILE__, __LINE__);
+  const std::string qualified = std::string("gemmgen::") + name;
+  const auto python = c10::Dispatcher::singleton().findSchema({qualified, "python"});
+  if (!python) return nullptr;
+  auto* op = new Op(*python, python->schema().arguments().size());  // as long-lived as the registration
+  const auto key = c10::parseDispatchKey(device_key);
+  library->impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Call>(op))));
+  library->impl(name, torch::dispatch(c10::DispatchKey::Autograd,
+                                      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Record>(op))));
+  return op;
+}
+
+// Offers the plan of the call of `op` that this thread is running in Python.
+EXPORTED void gemmgen_dispatcher_offer(void* op, const Plan* plan) {
+  offering = static_cast<Op*>(op);
+  offered = std::make_shared<const Owned>(*plan);
+}
+
+EXPORTED void gemmgen_dispatcher_forget(void* op) {
+  auto* known = static_cast<Op*>(op);
+  std::unique_lock lock(known->mutex);
+  known->generation.fetch_add(1);
+  known->plans.clear();
+}
+
+// How many calls of `op` were launched from here.
+EXPORTED int64_t gemmgen_dispatcher_launches(void* op) { return static_cast<Op*>(op)->launches.load(); }
+
+}  // extern "C"

@@ -1,0 +1,333 @@
+"""The C++ dispatcher, run on the CPU: its kernels are Python functions, called through the same C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import gemmgen as gg
+from gemmgen import dispatcher, jit, pipeline, plan
+from gemmgen.dtypes import DType
+from gemmgen.errors import LaunchError, OperandError
+from gemmgen.jit import load
+from gemmgen.operand_schema import OperandSchema
+from gemmgen.ops import returned, returned_text
+from gemmgen.runtime import Runner
+from gemmgen.ways import Split
+from tests.unit import fake_device
+from tests.unit.fake_device import floats
+
+pytestmark = pytest.mark.compile
+
+RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(jit.Args), ctypes.c_void_p, ctypes.c_void_p)
+CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *(ctypes.c_uint,) * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+FINISH = 41  # the CUfunction of the fake module
+
+_numbers = itertools.count()
+
+
+@gg.epilogue
+def scaled(accum, scale: gg.Scalar, bias: gg.Row):
+    result = accum * scale + bias
+    return result, gg.sum(result, over="M"), gg.sum(result, over="MN")
+
+
+class Fake:
+    """What the fake driver and the fake kernel do."""
+
+    def __init__(self) -> None:
+        self.context, self.status, self.stream = 1, 0, 7
+        self.streams: list[int] = []
+        self.workspaces: list[int] = []
+        self.callbacks = (
+            RUN(self.run),
+            CONTEXT(self.current_context),
+            STREAM(self.current_stream),
+            LAUNCH(self.launch),
+        )
+        self.entry, self.handle, self.name = ctypes.cast(self.callbacks[0], ctypes.c_void_p).value, 99, "fake"
+        self.driver = dispatcher._Driver(*(ctypes.cast(c, ctypes.c_void_p).value for c in (
+            self.callbacks[1], self.callbacks[3], self.callbacks[2])))  # fmt: skip
+
+    # of the driver
+
+    def current_context(self, context) -> int:
+        context[0] = self.context
+        return 0
+
+    def current_stream(self, device, stream) -> int:
+        stream[0] = self.stream
+        return 0
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, parameters, extra) -> int:
+        assert (function, stream, bx) == (FINISH, self.stream, plan.pointwise.FINISH_THREADS)
+        source, target = (ctypes.c_void_p.from_address(parameters[i]).value for i in (0, 1))
+        count, kept, batches = (ctypes.c_int64.from_address(parameters[i]).value for i in (2, 3, 4))
+        floats(target, batches, kept).copy_(floats(source, batches, count, kept).sum(1))
+        return 0
+
+    # of the kernel, whose tiles have one row
+
+    def run(self, handle, args, workspace, stream) -> int:
+        if self.status:
+            return self.status
+        args = args[0] if not isinstance(args, jit.Args) else args
+        self.streams.append(stream)
+        self.workspaces.append(workspace or 0)
+        A, B = floats(args.a.ptr, args.m, args.k), floats(args.b.ptr, args.n, args.k).t()
+        inputs = args.inputs
+        scale = floats(inputs[0].ptr, 1) if inputs[0].ptr else inputs[0].value
+        result = A @ B * scale + floats(inputs[1].ptr, args.n)
+        floats(args.outputs[0].ptr, args.m, args.n).copy_(result)
+        for output in (1, 2):
+            floats(args.outputs[output].ptr, args.m, args.n).copy_(result)
+        return 0
+
+
+class FakeKernel:
+    """As Python sees the kernel."""
+
+    def __init__(self, fake: Fake):
+        self.fake, self.entry, self.handle, self.name = fake, fake.entry, fake.handle, fake.name
+
+    def run(self, args, workspace, stream) -> None:
+        if status := self.fake.run(self.handle, args, workspace, stream):
+            raise LaunchError(f"status {status}")
+
+    def workspace_bytes(self, args) -> int:
+        return 64
+
+    def partial_count(self, args, output) -> int:
+        return args.m
+
+
+class FakeModule:
+    def __init__(self, fake: Fake):
+        self.fake = fake
+
+    def function(self, name: str) -> int:
+        assert name == "gemmgen_finish"
+        return FINISH
+
+    def launch(self, name, grid, block, arguments, stream, smem_bytes=0) -> None:
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self.fake.launch(FINISH, *grid, *block, 0, stream, ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)), None)
+
+
+class Op:
+    """An op whose device is the CPU. `in_python` counts the calls that came to Python."""
+
+    def __init__(self, epilogue):
+        graph = pipeline.graph_of(epilogue, DType.F32)
+        self.name, self.in_python, self.recorded = f"dispatched_{next(_numbers)}", 0, 0
+        self.operands = OperandSchema(graph.parameters, reserved={"A", "B", "out_dtype"})
+        self.runner = Runner(lambda accum: graph)
+        self.library = torch.library.Library("gemmgen", "FRAGMENT")
+        arguments = ", ".join(["Tensor A", "Tensor B", *self.operands.texts])
+        schema = f"({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(graph)}"
+        for name in (self.name, f"{self.name}.python"):
+            self.library.define(name + schema)
+        self.library.impl(f"{self.name}.python", self._run, "CPU")
+        self.library.impl(f"{self.name}.python", self._record, "Autograd")
+        self.runner.dispatched = dispatcher.implement(self.name, self.operands, "CPU")
+        self.overload = getattr(torch.ops.gemmgen, self.name).default
+
+    def _run(self, A, B, *flat, out_dtype=None):
+        self.in_python += 1
+        return returned(self.runner(A, B, self.operands.named(flat), out_dtype))
+
+    def _record(self, *args, out_dtype=None):
+        self.recorded += 1
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args, out_dtype=out_dtype)
+
+    def __call__(self, A, B, **operands):
+        return self.overload(A, B, *self.operands.flat(operands))
+
+    @property
+    def launches(self) -> int:
+        return self.runner.dispatched.launches
+
+
+@pytest.fixture(scope="module")
+def library():
+    return dispatcher.load_library(dispatcher.build())
+
+
+@pytest.fixture
+def fake(monkeypatch, library):
+    fake_device.installed(monkeypatch)
+    monkeypatch.setattr(Split, "reject_reason", lambda *_: "only fused kernels are dispatched by C++")
+    fake = Fake()
+    monkeypatch.setattr(jit, "load_kernel", lambda built: FakeKernel(fake))
+    monkeypatch.setattr(jit, "load_module", lambda path: FakeModule(fake))
+    monkeypatch.setattr(load, "current_context", lambda: fake.context)
+    monkeypatch.setattr(plan, "stream_of", lambda index: fake.stream)
+    monkeypatch.setattr(plan.Plan, "depends_on_precision", False)  # the fake kernels are of fp32
+    monkeypatch.setattr(dispatcher, "_loaded", library)
+    library.gemmgen_dispatcher_bind(ctypes.byref(fake.driver))
+    return fake
+
+
+def call_of(M: int = 16, N: int = 32, K: int = 8):
+    generator = torch.Generator().manual_seed(M)
+    A, B, bias = (torch.randint(-3, 4, shape, generator=generator).float() for shape in ((M, K), (N, K), (N,)))
+    return A, B.t(), bias
+
+
+def check(results, A, B, scale, bias):
+    want = A @ B * scale + bias
+    for got, expected in zip(results, (want, want.sum(0), want.sum()), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_calls_alike_are_launched_by_cpp(fake):
+    op = Op(scaled)
+    for M, in_python in ((16, 1), (16, 1), (16, 1), (48, 2), (16, 2), (48, 2)):
+        A, B, bias = call_of(M)
+        check(op(A, B, scale=2.0, bias=bias), A, B, 2.0, bias)
+        assert op.in_python == in_python
+    assert op.launches == 4
+    assert set(fake.streams) == {7} and all(fake.workspaces)
+
+
+def test_numbers_are_read_at_every_call(fake):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    for scale in (2.0, 3.0, -1.0, torch.tensor(4.0), torch.tensor([5.0]), torch.tensor(6.0), 7.0):
+        check(op(A, B, scale=scale, bias=bias), A, B, scale, bias)
+    assert op.in_python == 3  # a number, a tensor of no dimension, one of one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda A, B, bias: (A.t().contiguous().t(), B, bias),
+        lambda A, B, bias: (torch.nn.functional.pad(A, (0, 4))[:, :8], B, bias),
+        lambda A, B, bias: (A, B, torch.cat((bias[:1], bias))[1:]),
+        lambda A, B, bias: (A, B, bias[:1].expand(32)),
+        lambda A, B, bias: (A[None], B, bias),
+    ],
+    ids=["transposed", "padded", "misaligned", "expanded", "batched"],
+)
+def test_calls_of_other_metadata_are_planned_anew(fake, change):
+    """The fake kernel reads contiguous memory only: what matters is that no plan of another layout is used."""
+    op = Op(scaled)
+    A, B, bias = call_of()
+    for _ in range(2):
+        op(A, B, scale=2.0, bias=bias)
+    op(*change(A, B, bias)[:2], scale=2.0, bias=change(A, B, bias)[2])
+    assert op.in_python == 2
+
+
+def test_gradients_are_pythons(fake):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    leaf = bias.clone().requires_grad_()
+    for _ in range(3):
+        op(A, B, scale=2.0, bias=leaf)
+    assert (op.recorded, op.in_python) == (3, 1)
+    with torch.no_grad():
+        op(A, B, scale=2.0, bias=leaf)
+    assert op.recorded == 3
+    with torch.autograd.forward_ad.dual_level():
+        op(A, B, scale=2.0, bias=torch.autograd.forward_ad.make_dual(bias, bias))
+    assert op.recorded == 4
+
+
+def test_errors_keep_their_type(fake, monkeypatch):
+    op = Op(scaled)
+    A, B, bias = call_of()
+
+    def refusing(*args, **keywords):
+        raise OperandError("no")
+
+    monkeypatch.setattr(op.runner, "plan", refusing)
+    with pytest.raises(OperandError, match="no"):
+        op(A, B, scale=2.0, bias=bias)
+    monkeypatch.undo()
+
+
+def test_a_refused_launch_is_reported_by_python(fake):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    op(A, B, scale=2.0, bias=bias)
+    fake.status = 700
+    with pytest.raises(LaunchError, match="700"):
+        op(A, B, scale=2.0, bias=bias)
+    fake.status = 0
+    check(op(A, B, scale=2.0, bias=bias), A, B, 2.0, bias)
+
+
+def test_another_context_is_left_to_python(fake):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    op(A, B, scale=2.0, bias=bias)
+    fake.context = 2
+    check(op(A, B, scale=2.0, bias=bias), A, B, 2.0, bias)
+    assert op.in_python == 2
+    op(A, B, scale=2.0, bias=bias)
+    assert op.in_python == 2  # planned for that context now
+
+
+def test_forgotten_plans_are_made_anew(fake):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    op(A, B, scale=2.0, bias=bias)
+    op.runner.forget_plans()
+    op(A, B, scale=2.0, bias=bias)
+    assert op.in_python == 2
+
+
+def test_a_plan_that_python_must_run_is_not_offered(fake, monkeypatch):
+    monkeypatch.setattr(plan.Plan, "depends_on_precision", True)
+    op = Op(scaled)
+    A, B, bias = call_of()
+    for _ in range(3):
+        op(A, B, scale=2.0, bias=bias)
+    assert (op.in_python, op.launches) == (3, 0)
+
+
+def test_threads(fake):
+    op = Op(scaled)
+    calls = [call_of(M) for M in (1, 2, 16, 48)]
+    barrier = threading.Barrier(4)
+
+    def work(start: int) -> None:
+        barrier.wait(10)
+        for index in range(60):
+            A, B, bias = calls[(start + index) % 4]
+            check(op(A, B, scale=float(index), bias=bias), A, B, float(index), bias)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert op.launches + op.in_python == 240
+    assert op.launches > 200
+
+
+def test_a_library_of_other_structures_is_refused(library, monkeypatch):
+    monkeypatch.setattr(dispatcher, "ABI_VERSION", 0)
+    with pytest.raises(gg.GemmgenError, match="cache clear"):
+        dispatcher.load_library(dispatcher.build())
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    monkeypatch.setattr(dispatcher, "_loaded", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dispatcher, "find", lambda: pytest.fail("looked for"))
+    monkeypatch.setenv("GEMMGEN_DISPATCHER", "0")
+    assert not dispatcher.is_available()
