@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import llama, longtail, suite_epilogue, suite_jit, suite_training
+from bench import llama, longtail, suite_epilogue, suite_host, suite_jit, suite_training
 from bench.cases import CASES
 from bench.environment import describe
 from bench.rungs import RUNGS
@@ -16,7 +16,7 @@ from bench.settings import Settings
 from bench.shapes import SHAPES, Shape, select
 
 # A suite is one module with `run(settings, console) -> exit code`, and one row here.
-SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run,
+SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run, "host": suite_host.run,
           "llama": llama.run, "longtail": longtail.run}  # fmt: skip
 
 QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")

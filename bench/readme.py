@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import report, suite_training
+from bench import report, suite_host, suite_training
 from bench.environment import REPOSITORY
 from bench.results import Row, read
 from bench.suite_jit import MEANINGS
@@ -123,7 +123,7 @@ def _result(path: Path) -> str:
         return ""
     suite = rows[0]["suite"]
     text = TABLES.get(suite, _kernel_table)(rows)
-    unit = "Median seconds" if suite == "jit" else "Median GPU time in microseconds, L2 cold"
+    unit = UNITS.get(suite, "Median GPU time in microseconds, L2 cold")
     return f"`{path.name}`: {unit}. {report.conditions(rows)}.\n\n{text}"
 
 
@@ -134,6 +134,7 @@ def _jit_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+UNITS = {"jit": "Median seconds", "host": "Median host time"}
 MOST_PROBLEMS = 40  # of a table in the README
 
 
@@ -144,7 +145,9 @@ def _kernel_table(rows: Sequence[Row]) -> str:
 
 
 # the suites whose rows are not times of one GEMM
-TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"jit": _jit_table, "training": suite_training.markdown_table}
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "jit": _jit_table, "training": suite_training.markdown_table, "host": suite_host.markdown_table,
+}  # fmt: skip
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `gemmgen build`, `explain`, `tune`, `bench`, `doctor`, `cache ls | clear | verify`."""
+"""The command line: `gemmgen build | explain | tune | bench | doctor | dispatcher | cache ls, clear, verify`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ def doctor() -> None:
     Console().print(table)
     if any(finding.status == "fail" for finding in findings):
         sys.exit(1)
+
+
+@main.command("dispatcher")
+def build_dispatcher() -> None:
+    """Build the C++ dispatcher for this torch, for processes to come."""
+    from gemmgen import dispatcher
+
+    click.echo(f"built: {dispatcher.build().path}")
 
 
 @main.group()

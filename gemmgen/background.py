@@ -16,6 +16,7 @@ from gemmgen.settings import settings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+UNFUSED = "its calls stay unfused"
 
 
 class Builds:
@@ -26,7 +27,9 @@ class Builds:
         self._workers: Workers | None = None
         self._futures: dict[Hashable, Future[Any]] = {}
 
-    def submit(self, key: Hashable, what: str, build: Callable[[], T], otherwise: str) -> Future[T]:
+    def submit(
+        self, key: Hashable, what: str, build: Callable[[], T], otherwise: str = UNFUSED
+    ) -> Future[T]:
         """Run `build` in the background, once for equal keys while it runs, and never again once it has failed.
 
         Args:
@@ -53,7 +56,7 @@ _builds = Builds()
 
 
 def submit(
-    key: Hashable, what: str, build: Callable[[], T], otherwise: str = "its calls stay unfused"
+    key: Hashable, what: str, build: Callable[[], T], otherwise: str = UNFUSED
 ) -> Future[T]:
     """`Builds.submit` for this process."""
     return _builds.submit(key, what, build, otherwise)

@@ -198,7 +198,9 @@ _loaded: ctypes.CDLL | None = None
 def loaded() -> ctypes.CDLL | None:
     """The library, if this torch runs on CUDA devices and it has been built."""
     global _loaded
-    if _loaded is None and torch.version.cuda is not None and settings().dispatcher:
+    if not settings().dispatcher:
+        return None
+    if _loaded is None and torch.version.cuda is not None:
         entry = find()
         _loaded = _bound(load_library(entry)) if entry is not None else None
     return _loaded

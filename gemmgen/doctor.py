@@ -119,6 +119,17 @@ def _look_at_host_compiler() -> tuple[Status, str, str]:
     return "ok", str(toolchain.find_host_compiler(settings())), ""
 
 
+def _look_at_dispatcher() -> tuple[Status, str, str]:
+    from gemmgen import dispatcher
+
+    if not settings().dispatcher:
+        return "warn", "off: every call goes through Python", "Unset GEMMGEN_DISPATCHER."
+    if dispatcher.find() is not None:
+        return "ok", "built for this torch", ""
+    toolchain.find_host_compiler(settings())  # says what is missing
+    return "warn", "not built for this torch: calls go through Python", "Run `gemmgen dispatcher`, once."
+
+
 def _look_at_cache() -> tuple[Status, str, str]:
     current = settings()
     cache = Cache(cache_root(current), current.cache_max_bytes)
@@ -157,5 +168,6 @@ _TOPICS: dict[str, Callable[[], tuple[Status, str, str]]] = {
     "fit": _look_at_fit,
     "CUTLASS": _look_at_cutlass,
     "compiling": _look_at_compiling,
+    "C++ dispatcher": _look_at_dispatcher,
     "cache": _look_at_cache,
 }

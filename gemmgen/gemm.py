@@ -74,6 +74,7 @@ class Gemm:
         self.save = save
         graphs = {accum: pipeline.graph_of(fn, accum) for accum in (DType.F32, DType.I32)}
         self._op = training.differentiable(graphs, self.options, save)
+        self._overload = self._op.overload
         graph = self._op.graph
         self._name, self._container = graph.name, graph.container
         self._parameters = graph.parameters
@@ -81,6 +82,7 @@ class Gemm:
         # of operands: dimensions of one batch, and those behind M where there is M; plain values for torch.compile
         self._ranks = {p.name: (Axes.COL in p.axes) + (Axes.ROW in p.axes) for p in graph.parameters}
         self._behind_rows = {p.name: int(Axes.ROW in p.axes) for p in graph.parameters if Axes.COL in p.axes}
+        self._flat_names = None if any(p.axes is Axes.SCALAR for p in graph.parameters) else tuple(self._ranks)
         self._has_rows = tuple(Axes.COL in result_axes(result) for result in graph.results)
 
     def __call__(
@@ -112,11 +114,19 @@ class Gemm:
             OperandError: an operand is missing, unknown, or of the wrong dtype or device.
             UnsupportedOp, UnsupportedArch: this GPU cannot run it.
         """
+        try:
+            # the usual call goes straight to the op, which checks all that metadata can tell
+            if out is None and out_dtype is None and A.dim() == 2 and B.dim() == 2:
+                results = self._overload(A, B, *self._flat(operands))
+                return results if self._container == "single" else self._packed(results)
+        except Exception:
+            check_types(self._name, self._parameters, A, B, self._named(operands))  # may know better what is wrong
+            raise
         A, B, named, batch = self._folded(A, B, operands, out_dtype)
         flat = self._op.flat_operands(named)
         if out is not None:
             return self._into(out, out_dtype, A, B, flat, batch)
-        return self._unfolded(self._op.overload(A, B, *flat, out_dtype=out_dtype), batch)
+        return self._unfolded(self._overload(A, B, *flat, out_dtype=out_dtype), batch)
 
     def reference(self, A: Tensor, B: Tensor, /, **operands: Operand) -> Result:
         """The float64 answer of the same graph, on the inputs' device, shaped and packed as a call's.
@@ -245,8 +255,7 @@ class Gemm:
     ) -> tuple[Tensor, Tensor, dict[str, Operand], tuple[int, ...]]:
         """The call with at most one batch dimension, and the batch shape that its results get back."""
         named = self._named(operands)
-        if not _are_usual(A, B, named):
-            check_types(self._name, self._parameters, A, B, named)
+        check_types(self._name, self._parameters, A, B, named)
         if out_dtype is not None:
             check_out_dtype(f"`{self._name}`: out_dtype", A, out_dtype)
         batch = _batch_shape(self._name, A, B)
@@ -284,6 +293,12 @@ class Gemm:
         if operands.keys() == self._ranks.keys():
             return dict(operands)
         return bind_names(self._name, self._parameters, operands)
+
+    def _flat(self, operands: Mapping[str, Operand]) -> Sequence[Operand | None]:
+        """The operands as the op's arguments."""
+        if self._flat_names is None or operands.keys() != self._ranks.keys():
+            return self._op.flat_operands(self._named(operands))
+        return [operands[name] for name in self._flat_names]
 
     def _into(
         self,
@@ -390,6 +405,11 @@ def linear(
     """
     if not isinstance(op, Gemm):
         raise OperandError(f"linear: the third argument is of type {type(op).__name__}\n  Give a gg.Gemm.")
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+        check_tensor("linear: x", x, x)
+        check_tensor("linear: weight", weight, x)
+    if x.dim() == 2 and weight.dim() == 2 and x.size(1) == weight.size(1):
+        return op(x, weight.t(), out=None, out_dtype=out_dtype, **operands)
     check_tensor("linear: x", x, x)
     check_tensor("linear: weight", weight, x)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
@@ -413,17 +433,6 @@ def _flattened(value: Operand, behind_rows: int | None, lead: torch.Size) -> Ope
         return value
     is_flat = value.dim() != len(lead) + behind_rows or value.shape[: len(lead)] != lead
     return value if is_flat else joined(value, len(lead))
-
-
-def _are_usual(A: object, B: object, operands: Mapping[str, object]) -> bool:
-    """Whether all are dense tensors on one device, so that `check_types` has nothing to refuse."""
-    if not isinstance(A, Tensor):
-        return False
-    device = A.device
-    for x in (A, B, *operands.values()):
-        if not isinstance(x, Tensor) or x.device != device or x.layout is not torch.strided or x.is_nested:
-            return False
-    return True
 
 
 def _batch_shape(name: str, A: Tensor, B: Tensor) -> tuple[int, ...]:

@@ -88,6 +88,10 @@ class OperandSchema:
 
 
 def _number(name: str, value: object) -> float:
+    if not hasattr(value, "__float__"):  # `float` would read text too
+        raise OperandError(
+            f"operand `{name}` is of type {type(value).__name__}\n  A gg.Scalar is a number or a one-element tensor."
+        )
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:

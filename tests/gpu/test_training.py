@@ -300,6 +300,7 @@ def test_a_step_can_be_captured_into_a_graph():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weight_gradients_are_added_to_an_fp32_buffer(dtype):
+    torch.set_float32_matmul_precision("highest")  # fp32 products in fp32
     op = gg.Gemm(gg.library.bias, grad_accum=True)
     weight = torch.nn.Parameter(torch.randn(136, 72, device="cuda", dtype=dtype))
     weight.main_grad = torch.zeros(136, 72, device="cuda")

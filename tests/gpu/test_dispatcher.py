@@ -1,0 +1,168 @@
+"""The C++ dispatcher on a GPU: the same answers, on the current stream, in graphs and under threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import gemmgen as gg
+from gemmgen import dispatcher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library():
+    dispatcher.build()
+    assert dispatcher.is_available()
+
+
+def new_op(**options) -> gg.Gemm:
+    """An op that nobody has called: its digest is its own."""
+    new_op.count += 1
+    offset = float(new_op.count)
+
+    @gg.epilogue
+    def scaled_bias(accum, scale: gg.Scalar, bias: gg.Row):
+        result = gg.relu(accum * scale + bias) + offset
+        return result, gg.sum(result, over="M")
+
+    return gg.Gemm(scaled_bias, **options)
+
+
+new_op.count = 0
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator, device="cuda").bfloat16()
+
+
+def call_of(M: int = 64, N: int = 128, K: int = 64):
+    return integers(M, K, seed=M), integers(N, K, seed=1).t(), integers(N, seed=2)
+
+
+def check(op: gg.Gemm, A, B, scale, bias):
+    D, sums = op(A, B, scale=scale, bias=bias)
+    want_D, want_sums = op.reference(A, B, scale=scale, bias=bias)
+    assert torch.equal(D.double(), want_D.to(D.dtype).double())
+    assert torch.equal(sums.double(), want_sums.to(sums.dtype).double())
+
+
+def launches(op: gg.Gemm) -> int:
+    return op._op.runner.dispatched.launches
+
+
+def test_calls_alike_are_launched_by_cpp():
+    op = new_op()
+    for M in (64, 64, 200, 64, 200):
+        A, B, bias = call_of(M)
+        check(op, A, B, 2.0, bias)
+    assert launches(op) == 3
+
+
+def test_other_metadata_and_dtypes_are_told_apart():
+    op = new_op()
+    A, B, bias = call_of()
+    for _ in range(2):
+        check(op, A, B, 2.0, bias)
+        check(op, A, B, torch.tensor(3.0, device="cuda"), bias)
+        check(op, A.half(), B.half(), 2.0, bias)
+        check(op, A, B, 2.0, bias.float())
+        check(op, torch.cat((A.flatten()[:1], A.flatten()))[1:].view_as(A), B, 2.0, bias)
+        check(op, A.t().contiguous().t(), B.contiguous(), 2.0, bias)
+    assert launches(op) == 6
+
+
+def test_numbers_are_read_at_every_call():
+    op = new_op()
+    A, B, bias = call_of()
+    for scale in (1.0, -2.0, 3, 0.5):
+        check(op, A, B, scale, bias)
+
+
+def test_the_current_stream_is_used():
+    op = new_op()
+    A, B, bias = call_of()
+    check(op, A, B, 1.0, bias)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # tens of ms: a launch elsewhere would read A before it is filled
+        later = torch.empty_like(A).copy_(A)
+        D, _ = op(later, B, scale=1.0, bias=bias)
+    side.synchronize()
+    assert torch.equal(D, op(A, B, scale=1.0, bias=bias)[0])
+
+
+def test_graph_replays_with_new_inputs():
+    op = new_op()
+    A, B, bias = call_of(200)
+    op.warmup(A, B, scale=2.0, bias=bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        D, sums = op(A, B, scale=2.0, bias=bias)
+    for seed in range(3):
+        A.copy_(integers(200, 64, seed=seed + 10))
+        D.fill_(float("nan"))
+        sums.fill_(float("nan"))
+        graph.replay()
+        want_D, want_sums = op(A, B, scale=2.0, bias=bias)
+        assert torch.equal(D, want_D)
+        assert torch.equal(sums, want_sums)
+
+
+def test_threads_on_their_own_streams():
+    op = new_op()
+    calls = [call_of(M) for M in (1, 16, 64, 200)]
+    want = [[r.clone() for r in op(A, B, scale=2.0, bias=bias)] for A, B, bias in calls]
+    torch.cuda.synchronize()
+    barrier = threading.Barrier(4)
+
+    def work(start: int) -> bool:
+        barrier.wait(10)
+        same = True
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for index in range(100):
+                at = (start + index) % 4
+                A, B, bias = calls[at]
+                same &= all(map(torch.equal, op(A, B, scale=2.0, bias=bias), want[at]))
+        return same
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_gradients_still_flow():
+    op = gg.Gemm(gg.library.bias_gelu_tanh, tune="off")
+    A, B, bias = call_of()
+    leaf = bias.clone().requires_grad_()
+    for _ in range(3):
+        with torch.no_grad():
+            op(A, B, bias=bias)
+        op(A, B, bias=leaf).sum().backward()
+    assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
+
+
+def test_ops_switched_off_stay_in_python(monkeypatch):
+    monkeypatch.setenv("GEMMGEN_DISPATCHER", "0")
+    op = new_op()
+    monkeypatch.undo()
+    assert op._op.runner.dispatched is None
+    A, B, bias = call_of()
+    check(op, A, B, 2.0, bias)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+def test_another_device():
+    op = new_op()
+    A, B, bias = call_of()
+    check(op, A, B, 2.0, bias)
+    there = [x.to("cuda:1") for x in (A, B, bias)]
+    for _ in range(2):
+        check(op, *there[:2], 2.0, there[2])  # cuda:0 is current
+        with torch.cuda.device(1):
+            check(op, *there[:2], 2.0, there[2])
+    check(op, A, B, 2.0, bias)
