@@ -20,20 +20,18 @@ def _library():
     assert dispatcher.is_available()
 
 
-def new_op(**options) -> gg.Gemm:
-    """An op that nobody has called: its digest is its own."""
-    new_op.count += 1
-    offset = float(new_op.count)
+CONFIG = gg.GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
+
+
+def new_op(number: int, config: gg.GemmConfig | None = CONFIG) -> gg.Gemm:
+    """An op of its own for each `number`, which nobody else has called."""
 
     @gg.epilogue
     def scaled_bias(accum, scale: gg.Scalar, bias: gg.Row):
-        result = gg.relu(accum * scale + bias) + offset
+        result = gg.relu(accum * scale + bias) + float(number)
         return result, gg.sum(result, over="M")
 
-    return gg.Gemm(scaled_bias, **options)
-
-
-new_op.count = 0
+    return gg.Gemm(scaled_bias, config=config)
 
 
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -57,7 +55,7 @@ def launches(op: gg.Gemm) -> int:
 
 
 def test_calls_alike_are_launched_by_cpp():
-    op = new_op()
+    op = new_op(1)
     for M in (64, 64, 200, 64, 200):
         A, B, bias = call_of(M)
         check(op, A, B, 2.0, bias)
@@ -65,7 +63,7 @@ def test_calls_alike_are_launched_by_cpp():
 
 
 def test_other_metadata_and_dtypes_are_told_apart():
-    op = new_op()
+    op = new_op(2, config=None)
     A, B, bias = call_of()
     for _ in range(2):
         check(op, A, B, 2.0, bias)
@@ -78,14 +76,14 @@ def test_other_metadata_and_dtypes_are_told_apart():
 
 
 def test_numbers_are_read_at_every_call():
-    op = new_op()
+    op = new_op(3)
     A, B, bias = call_of()
     for scale in (1.0, -2.0, 3, 0.5):
         check(op, A, B, scale, bias)
 
 
 def test_the_current_stream_is_used():
-    op = new_op()
+    op = new_op(4)
     A, B, bias = call_of()
     check(op, A, B, 1.0, bias)
     side = torch.cuda.Stream()
@@ -98,7 +96,7 @@ def test_the_current_stream_is_used():
 
 
 def test_graph_replays_with_new_inputs():
-    op = new_op()
+    op = new_op(5)
     A, B, bias = call_of(200)
     op.warmup(A, B, scale=2.0, bias=bias)
     graph = torch.cuda.CUDAGraph()
@@ -115,7 +113,7 @@ def test_graph_replays_with_new_inputs():
 
 
 def test_threads_on_their_own_streams():
-    op = new_op()
+    op = new_op(6)
     calls = [call_of(M) for M in (1, 16, 64, 200)]
     want = [[r.clone() for r in op(A, B, scale=2.0, bias=bias)] for A, B, bias in calls]
     torch.cuda.synchronize()
@@ -148,7 +146,7 @@ def test_gradients_still_flow():
 
 def test_ops_switched_off_stay_in_python(monkeypatch):
     monkeypatch.setenv("GEMMGEN_DISPATCHER", "0")
-    op = new_op()
+    op = new_op(7)
     monkeypatch.undo()
     assert op._op.runner.dispatched is None
     A, B, bias = call_of()
@@ -157,7 +155,7 @@ def test_ops_switched_off_stay_in_python(monkeypatch):
 
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 def test_another_device():
-    op = new_op()
+    op = new_op(8)
     A, B, bias = call_of()
     check(op, A, B, 2.0, bias)
     there = [x.to("cuda:1") for x in (A, B, bias)]
