@@ -294,5 +294,5 @@ def allows_tf32() -> bool:
 
 def _metadata(value: Tensor | float) -> object:
     if isinstance(value, Tensor):
-        return (value.dtype, value.shape, value.stride(), value.data_ptr() & 15)
+        return (value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() & 15)
     return None
