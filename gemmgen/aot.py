@@ -19,7 +19,6 @@ from gemmgen.ops import EpilogueOp
 from gemmgen.plan import Operands, finish_texts, pointwise_text
 from gemmgen.runtime import bind_call, selected
 from gemmgen.source import KernelSource
-from gemmgen.tune import measured
 from gemmgen.tuned import Entry
 from gemmgen.ways import SPLIT, Fused, Selection
 
@@ -85,6 +84,8 @@ def tune(
 ) -> Entry:
     """Measure the ways to run a call with these tensors, and let the op choose by that from now on."""
     with torch.no_grad(), made_current(A.device):
+        from gemmgen.tune import measured  # only what is measured needs it
+
         call = op.runner.tunable(A.detach(), B.detach(), operands, out_dtype)
         if call.binding.is_empty or call.binding.extents.K == 0:
             raise OperandError(f"`{op.graph.name}` has nothing to tune: an extent is 0")

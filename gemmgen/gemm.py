@@ -22,8 +22,7 @@ from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
 from gemmgen.problem import bind_names, check_out, check_out_dtype, check_tensor, check_types, result_axes
 from gemmgen.runtime import Compile, Options, Tune
-from gemmgen.tune import MOST
-from gemmgen.tuned import Entry
+from gemmgen.tuned import MOST, Entry
 
 Operand = Tensor | float
 Result = Tensor | tuple[Tensor, ...] | dict[str, Tensor]

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from gemmgen import background, dispatcher, tune, tuned, ways
+from gemmgen import background, dispatcher, tuned, ways
 from gemmgen.bind import Binding, bind, bind_epilogue
 from gemmgen.config import GemmConfig
 from gemmgen.device import Target, is_capturing, is_current, made_current, target_of
@@ -25,6 +25,9 @@ from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
 from gemmgen.ways import SPLIT, Fused, Selection
+
+if TYPE_CHECKING:
+    from gemmgen import tune
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,8 @@ class Runner:
         key = (A.get_device(), out_dtype, precision, len(outs or ()), *map(_metadata, tensors))
 
         def make() -> Plan:
-            return self._make(key, self.tunable(A, B, operands, out_dtype, outs))
+            binding = bind_call(self._graph_for, A, B, operands, out_dtype, outs)
+            return self._make(key, binding, target_of(A.device), lambda: self._tunable(binding, A, B, operands))
 
         plan = self._plans.get(key, make)
         return self._upgraded(key, plan) if self._pending else plan
@@ -141,7 +145,11 @@ class Runner:
         outs: Sequence[Tensor] | None = None,
     ) -> tune.Call:
         """A call as it is bound, with its tensors."""
-        binding = bind_call(self._graph_for, A, B, operands, out_dtype, outs)
+        return self._tunable(bind_call(self._graph_for, A, B, operands, out_dtype, outs), A, B, operands)
+
+    def _tunable(self, binding: Binding, A: Tensor, B: Tensor, operands: Operands) -> tune.Call:
+        from gemmgen import tune  # only what is measured needs it
+
         return tune.Call(binding, target_of(A.device), (A, B), operands, lambda: self._referred(A, B, operands))
 
     def forget_plans(self) -> None:
@@ -154,24 +162,25 @@ class Runner:
         assert self._reference is not None, "a runner without a reference tunes only what torch can multiply"
         return self._reference(A, B, operands)
 
-    def _make(self, key: Key, call: tune.Call) -> Plan:
+    def _make(self, key: Key, binding: Binding, target: Target, tunable: Callable[[], tune.Call]) -> Plan:
         dispatcher.build_in_background()
-        binding, target = call.binding, call.target
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
-        selection = self._selection(call)
+        selection = self._selection(binding, target, tunable)
         if self.options.compile == "background" and can_wait(selection, binding, target):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
             return SPLIT.plan(binding, target)
         return ways.first_plan(selection.ways, binding, target)
 
-    def _selection(self, call: tune.Call) -> Selection:
+    def _selection(self, binding: Binding, target: Target, tunable: Callable[[], tune.Call]) -> Selection:
         if self.options.tune == "first-call" and self.options.config is None and not is_capturing():
+            from gemmgen import tune
+
             try:
-                tune.found_or_measured(call)
+                tune.found_or_measured(tunable())
             except torch.OutOfMemoryError as error:
-                logger.warning("`%s` is not measured: %s", call.binding.graph.name, error)
-        return selected(call.binding, call.target, self.options)
+                logger.warning("`%s` is not measured: %s", binding.graph.name, error)
+        return selected(binding, target, self.options)
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:
         """`plan`, or the fused one that was built in the background, which replaces it from now on."""

@@ -20,7 +20,7 @@ from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, Illegal
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
 from gemmgen.timing import ColdL2Recorder, Recorder, Timing, measure
-from gemmgen.tuned import Entry, Measured
+from gemmgen.tuned import MOST, Entry, Measured
 from gemmgen.ways import SPLIT, Fused, Way
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 
 STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 4
-MOST = 20  # fused kernels that are built for a measurement
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 

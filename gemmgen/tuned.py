@@ -31,6 +31,8 @@ from gemmgen.ways import Selection, Timed, Way, way_of
 
 logger = logging.getLogger(__name__)
 
+MOST = 20  # fused kernels that are built for a measurement
+
 LEAST_BUCKET = 16
 NEAR = 1.25  # ways that were so many times slower than the best are not reconsidered for another M
 
