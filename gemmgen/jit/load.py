@@ -285,7 +285,7 @@ class Module(_Loaded):
 
     def function(self, name: str) -> int:
         """The CUfunction of a kernel, for a caller that is not Python."""
-        return self._found(name).value or 0
+        return (self._functions.get(name) or self._found(name)).value or 0
 
     def _found(self, name: str) -> c_void_p:
         with _while_capturing():
