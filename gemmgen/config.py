@@ -21,6 +21,8 @@ class GemmConfig:
         swizzle: log-free maximal swizzle of the tile order (1, 2, 4, 8). Run-time value.
         raster: tile order: "heuristic", "M" or "N". Run-time value.
         split_k: slices of K, 1 for none. Run-time value.
+        swapped: compute D^T = B^T A^T, for few rows: tile_shape, cluster_shape, epilogue_tile and raster are those of
+            the swapped problem, whose M runs over the columns of D and whose N runs over its rows. sm90 only.
     """
 
     family: str
@@ -34,6 +36,7 @@ class GemmConfig:
     swizzle: int = 1
     raster: str = "heuristic"
     split_k: int = 1
+    swapped: bool = False
 
     def compiled(self) -> GemmConfig:
         """This config with the run-time values at their defaults: what a skeleton is compiled for."""
@@ -50,4 +53,6 @@ class GemmConfig:
             parts.append(f"s{self.stages}")
         if self.scheduler != "persistent":
             parts.append(self.scheduler)
+        if self.swapped:
+            parts.append("swapped")
         return "_".join(parts)

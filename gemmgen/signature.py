@@ -7,7 +7,7 @@ the graph are not in it, so that epilogues with the same operands share skeleton
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmgen.dtypes import DType
 
@@ -21,6 +21,14 @@ class Kind(enum.Enum):
     TILE = "tile"  # [M, N]
     ROW_INDEX = "row_index"  # the row number of the element, int32; no memory behind it
     COL_INDEX = "col_index"  # the column number of the element, int32; no memory behind it
+
+
+_SWAPPED_KIND = {
+    Kind.ROW: Kind.COL,
+    Kind.COL: Kind.ROW,
+    Kind.ROW_INDEX: Kind.COL_INDEX,
+    Kind.COL_INDEX: Kind.ROW_INDEX,
+}
 
 
 class Reduce(enum.Enum):
@@ -77,3 +85,9 @@ class Signature:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     tile_alignment: int
+
+    def swapped(self) -> Signature:
+        """The same for D^T = B^T A^T: A for B, rows for columns. The TILEs stay where they are: M is contiguous now."""
+        inputs = tuple(replace(value, kind=_SWAPPED_KIND.get(value.kind, value.kind)) for value in self.inputs)
+        outputs = tuple(replace(value, kind=_SWAPPED_KIND.get(value.kind, value.kind)) for value in self.outputs)
+        return replace(self, a=self.b, b=self.a, inputs=inputs, outputs=outputs)

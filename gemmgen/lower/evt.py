@@ -48,14 +48,12 @@ class Operand:
     Attributes:
         element: C++ element type, "void" where there is none.
         ptr: C++ expression of its address.
-        row_stride: C++ expression of the stride along M, in elements.
-        batch_stride: C++ expression of the stride along L, in elements.
+        stride: C++ initialiser of its strides (M, N, L), in elements.
     """
 
     element: str
-    ptr: str = "nullptr"
-    row_stride: str = "0"
-    batch_stride: str = "0"
+    ptr: str
+    stride: str
 
 
 @dataclass(frozen=True)

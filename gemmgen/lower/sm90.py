@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gemmgen.arch import Arch
@@ -67,10 +67,12 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     """
     schedule = SCHEDULES[config.kernel_schedule]
     tile_m, tile_n, tile_k = config.tile_shape
+    swapped_header = ("gemmgen/sm90_swapped.hpp",) if config.swapped else ()
     return render(
         "sm90.cu.jinja",
         **collective_values(signature, config),
-        headers=(_mainloop_header(signature, schedule), schedule.kernel_header),
+        headers=(*swapped_header, _mainloop_header(signature, schedule), schedule.kernel_header),
+        epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
@@ -86,54 +88,94 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
 def collective_values(signature: Signature, config: GemmConfig) -> dict[str, object]:
     """What `collectives.cu.jinja` needs, whatever the arch."""
     cluster_m, cluster_n = config.cluster_shape
+    summary = _summary(signature)
+    if config.swapped:
+        signature = signature.swapped()
     return {
         "label": config.label,
-        "summary": _summary(signature),
+        "summary": summary,
         "cluster_m": cluster_m,
         "cluster_n": cluster_n,
         "accum": signature.accum.cutlass,
-        "evt": lower_to_evt(signature),
+        "evt": lower_to_evt(signature, config.swapped),
+        "problem": "gemmgen::swapped(*x)" if config.swapped else "*x",
         "a": _matrix(signature.a, "a", "x.m", "RowMajor", "ColumnMajor"),
         "b": _matrix(signature.b, "b", "x.n", "ColumnMajor", "RowMajor"),
-        "tma_tensors": _tma_tensors(signature),
+        "tma_tensors": _tma_tensors(signature, config.swapped),
         "partials": _partials(signature, config),
     }
 
 
-def lower_to_evt(signature: Signature) -> EvtTree:
-    """The epilogue of `signature` as visitors: a load per input, a functor and a store per output."""
+def lower_to_evt(signature: Signature, swapped: bool = False) -> EvtTree:
+    """The epilogue of `signature` as visitors: a load per input, a functor and a store per output.
+
+    Args:
+        swapped: the signature is that of the swapped problem, whose TILEs have M contiguous.
+    """
+    layout = TileLayout(swapped)
     c_index, d_index = _c_index(signature), _d_index(signature)
     return EvtTree(
-        c=Operand("void") if c_index < 0 else _tile_operand(signature.inputs[c_index], f"x.inputs[{c_index}]"),
-        d=Operand("void") if d_index < 0 else _tile_operand(signature.outputs[d_index], f"x.outputs[{d_index}]"),
+        c=layout.operand(signature.inputs[c_index] if c_index >= 0 else None, f"x.inputs[{c_index}]"),
+        d=layout.operand(signature.outputs[d_index] if d_index >= 0 else None, f"x.outputs[{d_index}]"),
         d_index=d_index,
-        loads=tuple(_load(i, value, i == c_index) for i, value in enumerate(signature.inputs)),
+        loads=tuple(_load(i, value, i == c_index, layout) for i, value in enumerate(signature.inputs)),
         functors=tuple(_functor(i, signature) for i in range(len(signature.outputs))),
-        stores=tuple(_store(i, value, i == d_index) for i, value in enumerate(signature.outputs)),
+        stores=tuple(_store(i, value, i == d_index, layout) for i, value in enumerate(signature.outputs)),
     )
 
 
+@dataclass(frozen=True)
+class TileLayout:
+    """How TILEs lie in memory: N contiguous, or M in the swapped problem."""
+
+    swapped: bool
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the visitors begin with in C++."""
+        return "gemmgen::Swapped" if self.swapped else "gemmgen::"
+
+    @property
+    def rows(self) -> str:
+        """C++ expression of how often `row_stride` is stepped."""
+        return "x.n" if self.swapped else "x.m"
+
+    def stride(self, where: str) -> str:
+        """C++ initialiser of the strides (M, N, L) of a tensor."""
+        row, batch = f"tma_stride({where}.row_stride, {self.rows})", f"tma_stride({where}.batch_stride, x.l)"
+        return f"cute::_1{{}}, {row}, {batch}" if self.swapped else f"{row}, cute::_1{{}}, {batch}"
+
+    def operand(self, value: Input | Output | None, where: str) -> Operand:
+        """A tensor as the collective's C or D; None for no tensor."""
+        if value is None:
+            return Operand("void", "nullptr", "cute::_1{}, 0, 0" if self.swapped else "0, cute::_1{}, 0")
+        return Operand(element(value.dtype), f"{where}.ptr", self.stride(where))
+
+
 # Legality
+
+Rule = Callable[[Signature, GemmConfig, Arch], "str | None"]
 
 
 def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     """Why `config` cannot run `signature` on `arch` with this family, or None when it can."""
     if "sm90" not in arch.families or config.family != "sm90":
         return f"the sm90 family does not run {config.family} configs on {arch.name}"
-    rules: tuple[Callable[[Signature, GemmConfig, Arch], str | None], ...] = (
-        _reject_mainloop,
-        reject_alignment,
-        reject_operands,
-        _reject_schedule,
-        _reject_tile,
-        _reject_subtile,
-        _reject_stages,
-    )
+    if reason := _first_reason((_reject_types, reject_alignment, reject_operands), signature, config, arch):
+        return reason
+    rules = (_reject_layout, _reject_schedule, _reject_tile, _reject_subtile, _reject_stages)
+    if not config.swapped:
+        return _first_reason(rules, signature, config, arch)
+    reason = _first_reason(rules, signature.swapped(), config, arch)
+    return f"of the swapped problem, D^T = B^T A^T: {reason}" if reason else None
+
+
+def _first_reason(rules: Sequence[Rule], signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     reasons = (rule(signature, config, arch) for rule in rules)
     return next((reason for reason in reasons if reason), None)
 
 
-def _reject_mainloop(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+def _reject_types(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     a, b = signature.a.dtype, signature.b.dtype
     if signature.math == "simt":
         return "the sm90 family has tensor-core mainloops only"
@@ -145,10 +187,10 @@ def _reject_mainloop(signature: Signature, config: GemmConfig, arch: Arch) -> st
         return f"no WGMMA takes {a.text} inputs"
     if signature.accum is not (DType.I32 if a is DType.I8 else DType.F32):
         return f"{a.text} inputs do not accumulate in {signature.accum.text}"
-    return _reject_layout(signature)
+    return None
 
 
-def _reject_layout(signature: Signature) -> str | None:
+def _reject_layout(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
     a, b = signature.a, signature.b
     if a.dtype in FLOATS_16_BIT or (a.k_major and b.k_major):
         return None
@@ -202,8 +244,9 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
     k_step = 32 // signature.a.dtype.bytes  # of one WGMMA
     if m % schedule.epilogue_m or not 0 < m <= 256:
         return f"tile_shape m = {m}: {config.kernel_schedule} takes multiples of {schedule.epilogue_m} up to 256"
-    if n % 16 or not 16 <= n <= 256:
-        return f"tile_shape n = {n}: the epilogue takes multiples of 16 up to 256"
+    n_step = 8 if config.swapped else 16
+    if n % n_step or not n_step <= n <= 256:
+        return f"tile_shape n = {n}: the epilogue takes multiples of {n_step} up to 256"
     if n < 32 and signature.math == "tf32":
         return f"tile_shape n = {n}: the layouts of tf32 in shared memory need 32 or more"
     if k % k_step or k <= 0:
@@ -338,26 +381,16 @@ def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str)
     }
 
 
-def _tile_operand(value: Input | Output, where: str) -> Operand:
-    return Operand(
-        element(value.dtype),
-        f"{where}.ptr",
-        f"tma_stride({where}.row_stride, x.m)",
-        f"tma_stride({where}.batch_stride, x.l)",
-    )
-
-
-def _load(index: int, value: Input, is_c: bool) -> Visitor:
+def _load(index: int, value: Input, is_c: bool, layout: TileLayout) -> Visitor:
     """Input `index` as a visitor."""
     where, t = f"x.inputs[{index}]", element(value.dtype)
     ptr = f"static_cast<{t} const*>({where}.ptr)"
     zero, row, col = f"{t}(0)", "cute::_0{}, cute::_1{}", "cute::_1{}, cute::_0{}"
-    tile = f"tma_stride({where}.row_stride, x.m), cute::_1{{}}, tma_stride({where}.batch_stride, x.l)"
     types = {
         Kind.ROW: (f"gemmgen::RowLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{row}, {where}.batch_stride}}}}"),
         Kind.COL: (f"gemmgen::ColLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{col}, {where}.batch_stride}}}}"),
         Kind.SCALAR: (f"gemmgen::ScalarLoad<{t}>", f"{{{ptr}, {where}.batch_stride, {where}.value}}"),
-        Kind.TILE: (f"gemmgen::TileLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{tile}}}}}"),
+        Kind.TILE: (f"{layout.prefix}TileLoad<Epi, {t}>", f"{{{ptr}, {zero}, {{{layout.stride(where)}}}}}"),
         Kind.ROW_INDEX: ("gemmgen::IndexLoad<0>", "{}"),
         Kind.COL_INDEX: ("gemmgen::IndexLoad<1>", "{}"),
     }
@@ -368,7 +401,7 @@ def _load(index: int, value: Input, is_c: bool) -> Visitor:
     return Visitor(f"Load{index}", cpp_type, comment, arguments)
 
 
-def _store(index: int, value: Output, is_d: bool) -> Visitor:
+def _store(index: int, value: Output, is_d: bool, layout: TileLayout) -> Visitor:
     """Output `index` as a visitor."""
     where, t = f"x.outputs[{index}]", element(value.dtype)
     comment = f"output {index}: {_reduce_prefix(value)}{value.kind.value} {value.dtype.text}"
@@ -379,8 +412,8 @@ def _store(index: int, value: Output, is_d: bool) -> Visitor:
         node = "RowPartials" if value.kind is Kind.ROW else "ColPartials"
         arguments = f"{{static_cast<float*>({where}.ptr), {where}.row_stride, {where}.batch_stride}}"
         return Visitor(alias, f"gemmgen::{node}<Epi, {REDUCERS[value.reduce]}>", comment, arguments)
-    strides = f"{{tma_stride({where}.row_stride, x.m), cute::_1{{}}, tma_stride({where}.batch_stride, x.l)}}"
-    return Visitor(alias, f"gemmgen::TileStore<Epi, {t}>", comment, f"{{static_cast<{t}*>({where}.ptr), {strides}}}")
+    arguments = f"{{static_cast<{t}*>({where}.ptr), {{{layout.stride(where)}}}}}"
+    return Visitor(alias, f"{layout.prefix}TileStore<Epi, {t}>", comment, arguments)
 
 
 def _functor(index: int, signature: Signature) -> Functor:
@@ -393,7 +426,7 @@ def _functor(index: int, signature: Signature) -> Functor:
     return Functor(f"gemmgen_functor_{index}", f"Functor{index}", value, parameters, stored)
 
 
-def _tma_tensors(signature: Signature) -> list[dict[str, str]]:
+def _tma_tensors(signature: Signature, swapped: bool) -> list[dict[str, str]]:
     """Everything that TMA reads or writes, for the launcher's check."""
     tensors = [
         _tma_tensor("x.a", "ld", signature.a.dtype, "x.m" if signature.a.k_major else "x.k"),
@@ -402,7 +435,8 @@ def _tma_tensors(signature: Signature) -> list[dict[str, str]]:
     named: list[tuple[str, Input | Output]] = [(f"x.inputs[{i}]", value) for i, value in enumerate(signature.inputs)]
     named += [(f"x.outputs[{i}]", value) for i, value in enumerate(signature.outputs)]
     tiles = ((where, value.dtype) for where, value in named if _is_tile(value))
-    return tensors + [_tma_tensor(where, "row_stride", dtype, "x.m") for where, dtype in tiles]
+    rows = TileLayout(swapped).rows
+    return tensors + [_tma_tensor(where, "row_stride", dtype, rows) for where, dtype in tiles]
 
 
 def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, str]:
@@ -418,7 +452,8 @@ def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, s
 def _partials(signature: Signature, config: GemmConfig) -> list[dict[str, object]]:
     """Per reduction output: how many CTA tiles lie along the mode that it reduces."""
     tile_m, tile_n, _ = config.tile_shape
-    along = {Kind.ROW: ("x->m", tile_m), Kind.COL: ("x->n", tile_n)}
+    m, n = ("x->n", "x->m") if config.swapped else ("x->m", "x->n")  # of a caller, who knows nothing of the swap
+    along = {Kind.ROW: (m, tile_m), Kind.COL: (n, tile_n)}
     return [
         {"output": i, "extent": along[output.kind][0], "tile": along[output.kind][1]}
         for i, output in enumerate(signature.outputs)
