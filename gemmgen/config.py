@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+CLUSTER_SPLIT = "cluster_split"
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -13,14 +15,15 @@ class GemmConfig:
         family: the template family: "sm90", "sm80" or "sm100".
         tile_shape: CTA tile (m, n, k) in elements.
         cluster_shape: CTAs per cluster (m, n); (1, 1) outside sm90 and sm100.
-        kernel_schedule: "cooperative" or "pingpong" (sm90), "multistage" (sm80), "auto" (sm100).
+        kernel_schedule: "cooperative", "pingpong" or "single" (sm90), "multistage" (sm80), "auto" (sm100).
         epilogue_tile: sub-tile (m, n) that the epilogue walks; None lets CUTLASS choose (sm90).
         stages: shared-memory buffers of the mainloop; None takes as many as fit (sm90, sm100).
         warp_shape: warp tile (m, n, k); sm80 only.
-        scheduler: "persistent" or "stream_k"; sm80 uses "stream_k" for split-K.
+        scheduler: "persistent" or "stream_k"; sm80 uses "stream_k" for split-K. "cluster_split" (sm90, "single"): a
+            cluster of `split_k` CTAs shares a tile and adds its sums through distributed shared memory.
         swizzle: log-free maximal swizzle of the tile order (1, 2, 4, 8). Run-time value.
         raster: tile order: "heuristic", "M" or "N". Run-time value.
-        split_k: slices of K, 1 for none. Run-time value.
+        split_k: slices of K, 1 for none. Run-time value, except for "cluster_split".
         swapped: compute D^T = B^T A^T, for few rows: tile_shape, cluster_shape, epilogue_tile and raster are those of
             the swapped problem, whose M runs over the columns of D and whose N runs over its rows. sm90 only.
     """
@@ -40,7 +43,8 @@ class GemmConfig:
 
     def compiled(self) -> GemmConfig:
         """This config with the run-time values at their defaults: what a skeleton is compiled for."""
-        return replace(self, swizzle=1, raster="heuristic", split_k=1)
+        split_k = self.split_k if self.scheduler == CLUSTER_SPLIT else 1
+        return replace(self, swizzle=1, raster="heuristic", split_k=split_k)
 
     @property
     def label(self) -> str:
@@ -51,7 +55,9 @@ class GemmConfig:
             parts.append("e" + "x".join(map(str, self.epilogue_tile)))
         if self.stages:
             parts.append(f"s{self.stages}")
-        if self.scheduler != "persistent":
+        if self.scheduler == CLUSTER_SPLIT:
+            parts.append(f"{self.scheduler}{self.split_k}")
+        elif self.scheduler != "persistent":
             parts.append(self.scheduler)
         if self.swapped:
             parts.append("swapped")

@@ -33,6 +33,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         kernel_schedule=f"KernelTmaWarpSpecialized{ctas}SmSm100",
         stages=sm90.stage_count(config),
         scheduler="void",
+        cluster_split=0,
         scheduler_statements=(),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gemmgen.arch import Arch
-from gemmgen.config import GemmConfig
+from gemmgen.config import CLUSTER_SPLIT, GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.lower.evt import EvtTree, Functor, Operand, Visitor
 from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
@@ -29,6 +29,7 @@ class Schedule:
         kernel_header: CUTLASS header of the kernel layer.
         threads: threads that hold one accumulator tile.
         is_fast_accum: fp8 accumulates in the tensor core's own precision.
+        schedulers: the `scheduler`s that go with it.
     """
 
     mainloop: str
@@ -36,6 +37,7 @@ class Schedule:
     kernel_header: str
     threads: int
     is_fast_accum: bool = False
+    schedulers: tuple[str, ...] = ("persistent",)
 
     @property
     def epilogue_m(self) -> int:
@@ -46,14 +48,26 @@ class Schedule:
 _KERNEL_HEADER = "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_"
 _COOPERATIVE = ("TmaWarpSpecializedCooperative", _KERNEL_HEADER + "cooperative.hpp", 256)
 _PINGPONG = ("TmaWarpSpecialized", _KERNEL_HEADER + "pingpong.hpp", 128)
+_SINGLE = ("TmaWarpSpecialized", "gemmgen/sm90_cluster_split.hpp", 128)
+_ANY_SHARE = ("persistent", "stream_k")
 
 SCHEDULES = {
-    "cooperative": Schedule("KernelTmaWarpSpecializedCooperative", *_COOPERATIVE),
+    "cooperative": Schedule("KernelTmaWarpSpecializedCooperative", *_COOPERATIVE, schedulers=_ANY_SHARE),
     "pingpong": Schedule("KernelTmaWarpSpecializedPingpong", *_PINGPONG),
-    "cooperative_fast_accum": Schedule("KernelTmaWarpSpecializedCooperativeFP8FastAccum", *_COOPERATIVE, True),
+    "cooperative_fast_accum": Schedule(
+        "KernelTmaWarpSpecializedCooperativeFP8FastAccum", *_COOPERATIVE, True, schedulers=_ANY_SHARE
+    ),
     "pingpong_fast_accum": Schedule("KernelTmaWarpSpecializedPingpongFP8FastAccum", *_PINGPONG, True),
+    "single": Schedule("KernelTmaWarpSpecialized", *_SINGLE, schedulers=(CLUSTER_SPLIT,)),
+    "single_fast_accum": Schedule(
+        "KernelTmaWarpSpecializedFP8FastAccum", *_SINGLE, True, schedulers=(CLUSTER_SPLIT,)
+    ),
 }
-SCHEDULERS = {"persistent": "cutlass::gemm::PersistentScheduler", "stream_k": "cutlass::gemm::StreamKScheduler"}
+SCHEDULERS = {
+    "persistent": "cutlass::gemm::PersistentScheduler",
+    "stream_k": "cutlass::gemm::StreamKScheduler",
+    CLUSTER_SPLIT: "",  # a kernel of its own
+}
 FP8 = (DType.E4M3, DType.E5M2)
 FLOATS_16_BIT = (DType.BF16, DType.F16)
 EPILOGUE_DTYPES = (DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8, DType.I32, DType.BOOL)
@@ -81,6 +95,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         kernel_schedule=schedule.mainloop,
         stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],
+        cluster_split=config.split_k if config.scheduler == CLUSTER_SPLIT else 0,
         scheduler_statements=("args.scheduler.splits = x.split_k;",) if config.scheduler == "stream_k" else (),
     )
 
@@ -230,10 +245,21 @@ def _reject_schedule(signature: Signature, config: GemmConfig, arch: Arch) -> st
         return "fast accumulation is for fp8 inputs"
     if config.scheduler not in SCHEDULERS:
         return f"unknown scheduler {config.scheduler!r}; sm90 has {', '.join(SCHEDULERS)}"
-    if config.scheduler == "stream_k" and schedule.threads != 256:
-        return "stream_k needs a cooperative kernel_schedule"
-    if config.split_k > 1 and config.scheduler != "stream_k":
-        return "split_k needs the stream_k scheduler"
+    if config.scheduler not in schedule.schedulers:
+        wanted = [name for name, other in SCHEDULES.items() if config.scheduler in other.schedulers]
+        return f"the scheduler {config.scheduler} needs a kernel_schedule of {', '.join(wanted)}"
+    if config.split_k > 1 and config.scheduler == "persistent":
+        return f"split_k needs the scheduler stream_k or {CLUSTER_SPLIT}"
+    return _reject_cluster_split(signature, config) if config.scheduler == CLUSTER_SPLIT else None
+
+
+def _reject_cluster_split(signature: Signature, config: GemmConfig) -> str | None:
+    if config.split_k not in (1, 2, 4, 8):
+        return f"split_k = {config.split_k}: a cluster has 1, 2, 4 or 8 CTAs to share a tile"
+    if config.cluster_shape != (1, 1):
+        return f"cluster_shape {config.cluster_shape}: the CTAs of a cluster share one tile"
+    if signature.a.dtype is DType.F32 and not signature.a.k_major:
+        return "the mainloop of tf32 A with M contiguous has kernels of its own only"
     return None
 
 
