@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gemmgen.arch import Arch
-from gemmgen.config import GemmConfig
+from gemmgen.config import CLUSTER_SPLIT, GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.errors import IllegalConfig
 from gemmgen.lower import sm80, sm90, sm100
@@ -23,12 +23,16 @@ CLOCK_GHZ = 1.7  # under load
 MACS_PER_CLOCK = 2048  # of one SM, 16-bit inputs
 MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
 SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
-SM_PEAK_BYTES_PER_CLOCK = 66  # when few do
+SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
+OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what TMA fills in beyond M or N
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
 TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
+GATHER_CYCLES = 1200  # two barriers of a cluster and the latency of its distributed shared memory
+START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
+HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
 
@@ -58,6 +62,16 @@ def _sm90(
     return replace(config, scheduler="stream_k", split_k=split_k) if split_k else config
 
 
+def _swapped(
+    m: int, n: int, k: int, schedule: str = "pingpong", split_k: int | None = None, stages: int | None = None
+) -> GemmConfig:
+    """A kernel of the swapped problem: `m` columns of D and `n` of its rows a tile."""
+    scheduler = {"cooperative": "stream_k", "single": CLUSTER_SPLIT}.get(schedule, "persistent")
+    return GemmConfig(
+        "sm90", (m, n, k), kernel_schedule=schedule, stages=stages, scheduler=scheduler, split_k=split_k or 1, swapped=True
+    )
+
+
 # tile k is given for 16-bit inputs; `_scaled_k` adapts it to the bytes of a K line
 SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (2, 1)),
@@ -81,6 +95,15 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 128, "cooperative", split_k=1),
     _sm90(128, 256, "cooperative", (2, 1), split_k=1),
 )
+# few rows: weights along the 64 rows of a WGMMA, and no wider than the rows; each SM keeps long runs of B in flight
+SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
+    config
+    for n in (16, 32, 64, 128)
+    for config in (
+        *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
+        _swapped(64, n, 128),
+    )
+)
 # where partial sums are promoted, a wider tile costs registers that no other tile of its size has left
 EXACT_FP8_CANDIDATES: tuple[GemmConfig, ...] = (_sm90(128, 192, "cooperative", (2, 1)),)
 # worth a measurement: the tuner tries them too
@@ -99,6 +122,12 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 256, "pingpong", (2, 1)),
     _sm90(64, 128, "pingpong", (2, 1)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
+    _swapped(64, 8, 128, "single", 2),
+    _swapped(64, 16, 256, "single", 2),
+    _swapped(64, 16, 128, "single", 8),
+    _swapped(64, 16, 128, "single", 1, stages=5),
+    _swapped(64, 16, 256),
+    *(_swapped(128, n, 128, "cooperative", split_k) for n in (16, 64) for split_k in (1, 2, 4)),
 )
 SM100_CANDIDATES: tuple[GemmConfig, ...] = (GemmConfig("sm100", (128, 128, 64), (1, 1), "auto"),)
 
@@ -115,7 +144,7 @@ def candidates(signature: Signature, arch: Arch, family: str) -> list[GemmConfig
     """The configs of a template family, legal for the problem or not."""
     if family == "sm80":
         return sm80.legal_configs(signature, arch)
-    configs = {"sm90": SM90_CANDIDATES, "sm100": SM100_CANDIDATES}[family]
+    configs = {"sm90": SM90_CANDIDATES + SWAPPED_CANDIDATES, "sm100": SM100_CANDIDATES}[family]
     if family == "sm90" and signature.a.dtype in FP8:
         configs += EXACT_FP8_CANDIDATES
     return [_scaled_k(config, signature) for config in configs]
@@ -191,8 +220,9 @@ def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
     swizzle a raster along the longer side would stream all of the other operand once for each row of tiles; the
     heuristic takes the shorter side.
     """
-    if config.family != "sm90":
+    if config.family != "sm90" or config.scheduler == CLUSTER_SPLIT:
         return config
+    extents = _kernel_extents(extents, config)
     (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
     rows, columns = _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
     swizzle = next(
@@ -219,29 +249,60 @@ def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_c
 
 
 def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int, macs_per_clock: float) -> float:
-    tiles, resident = _tiles(extents, config), _resident(config, sm_count)
+    extents = _kernel_extents(extents, config)
+    tiles, resident = _tiles(extents, config), _resident(signature, config, sm_count)
     steps = math.ceil(extents.K / config.tile_shape[2])
     active = min(tiles * (config.split_k if config.scheduler != "stream_k" or config.split_k > 1 else steps), resident)
     step = _step_cycles(signature, extents, config, active, sm_count, macs_per_clock)
     epilogue = _epilogue_cycles(signature, config)
-    dram = (extents.M + extents.N) * extents.K * extents.L * signature.a.dtype.bytes / MEMORY_BYTES_PER_CLOCK
+    memory = _memory_cycles(signature, extents, config)
+    if config.scheduler == CLUSTER_SPLIT:
+        return LAUNCH_CYCLES + _cluster_cycles(config, tiles, resident, steps, step, epilogue, memory)
     if config.scheduler == "stream_k":
-        return LAUNCH_CYCLES + CLEAR_CYCLES + max(_splitting_cycles(config, tiles, active, steps, step, epilogue), dram)
+        turns = _splitting_cycles(config, tiles, active, steps, step, epilogue)
+        return LAUNCH_CYCLES + CLEAR_CYCLES + max(turns, memory)
     waves = math.ceil(tiles / resident)
     hidden = config.kernel_schedule.startswith("pingpong") and waves > 1
     per_tile = steps * step + (0.15 * epilogue if hidden else epilogue)
-    return LAUNCH_CYCLES + max(waves * per_tile, dram) + (epilogue if hidden else 0)
+    return LAUNCH_CYCLES + max(waves * per_tile, memory) + (epilogue if hidden else 0)
+
+
+def _kernel_extents(extents: Extents, config: GemmConfig) -> Extents:
+    """The extents of the problem that the kernel computes, swapped or not."""
+    return replace(extents, M=extents.N, N=extents.M) if config.swapped else extents
+
+
+def _grid(extents: Extents, config: GemmConfig) -> tuple[int, int]:
+    """Tiles along M and N, in whole clusters."""
+    (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
+    return _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
 
 
 def _tiles(extents: Extents, config: GemmConfig) -> int:
-    (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
-    return _rounded(math.ceil(extents.M / tm), cm) * _rounded(math.ceil(extents.N / tn), cn) * extents.L
+    return math.prod(_grid(extents, config)) * extents.L
 
 
-def _resident(config: GemmConfig, sm_count: int) -> int:
+def _memory_cycles(signature: Signature, extents: Extents, config: GemmConfig) -> float:
+    """A and B read once, and what the tiles reach beyond M and N, which is not read but costs nevertheless."""
+    (tm, tn, _), (rows, columns) = config.tile_shape, _grid(extents, config)
+    line_bytes = extents.K * extents.L * signature.a.dtype.bytes
+    outside = (rows * tm - extents.M) * columns + (columns * tn - extents.N) * rows
+    return line_bytes * ((extents.M + extents.N) / MEMORY_BYTES_PER_CLOCK + outside / OUTSIDE_BYTES_PER_CLOCK)
+
+
+def _resident(signature: Signature, config: GemmConfig, sm_count: int) -> int:
     """CTAs at work at once: whole clusters only."""
+    if config.scheduler == CLUSTER_SPLIT:
+        return max(1, sm_count // config.split_k) * config.split_k * _ctas_per_sm(signature, config)
     size = config.cluster_shape[0] * config.cluster_shape[1]
     return max(1, sm_count // size) * size
+
+
+def _ctas_per_sm(signature: Signature, config: GemmConfig) -> int:
+    """Small CTAs share an SM in pairs; those that take as many stages as fit do not."""
+    tm, tn, tk = config.tile_shape
+    stages_bytes = (config.stages or 0) * (tm + tn) * tk * signature.a.dtype.bytes
+    return 2 if 0 < stages_bytes <= HALF_SMEM_BYTES else 1
 
 
 def _step_cycles(
@@ -253,6 +314,22 @@ def _step_cycles(
     in_flight = IN_FLIGHT_BYTES_PER_CLOCK * (rows + columns) / (tm + tn)
     loads = min(SM_PEAK_BYTES_PER_CLOCK, SM_BYTES_PER_CLOCK * sm_count / active, in_flight)
     return max(tm * tn * tk / macs_per_clock, tk * (rows / cn + columns / cm) * signature.a.dtype.bytes / loads)
+
+
+def _cluster_cycles(
+    config: GemmConfig, tiles: int, resident: int, steps: int, step: float, epilogue: float, memory: float
+) -> float:
+    """A kernel whose clusters split K: the first CTA of each adds the sums of the others.
+
+    Nothing is loaded after the last tiles have their slices.
+    """
+    tm, tn, _ = config.tile_shape
+    others = config.split_k - 1
+    gather = GATHER_CYCLES + others * 4 * tm * tn / SM_BYTES_PER_CLOCK if others else 0
+    waves = math.ceil(tiles * config.split_k / resident)
+    tail = gather + epilogue
+    loading = waves * math.ceil(steps / config.split_k) * step + (waves - 1) * (tail + START_CYCLES)
+    return max(loading, memory) + tail
 
 
 def _splitting_cycles(
@@ -305,7 +382,8 @@ def _rounded(count: int, multiple: int) -> int:
 _EFFICIENCY = {(256, 192): 0.93, (128, 256): 0.92, (256, 128): 0.92, (256, 160): 0.92, (128, 224): 0.92,
                (128, 192): 0.92, (192, 128): 0.92, (128, 160): 0.89, (128, 128): 0.86,
                (64, 256): 0.75, (64, 224): 0.74, (64, 128): 0.70, (128, 64): 0.70, (64, 112): 0.66, (64, 96): 0.63,
-               (64, 64): 0.55, (64, 48): 0.45, (64, 32): 0.35, (64, 16): 0.18}
+               (64, 64): 0.55, (64, 48): 0.45, (64, 32): 0.35, (64, 16): 0.18, (64, 8): 0.09,
+               (128, 32): 0.45, (128, 16): 0.25}
 
 
 def _rate(signature: Signature, config: GemmConfig) -> float:
@@ -330,4 +408,7 @@ def _tile_bytes(signature: Signature) -> int:
 
 def _scaled_k(config: GemmConfig, signature: Signature) -> GemmConfig:
     m, n, k = config.tile_shape
-    return replace(config, tile_shape=(m, n, k * 2 // signature.a.dtype.bytes))
+    k = k * 2 // signature.a.dtype.bytes
+    if signature.a.dtype in FP8:
+        k = min(k, sm90.EXACT_SUM_EVERY_K)
+    return replace(config, tile_shape=(m, n, k))

@@ -81,7 +81,7 @@ def test_few_rows_are_read_at_nearly_the_bandwidth(M, N, K):
 def test_few_ctas_cannot_pull_the_bandwidth():
     wide = GemmConfig("sm90", (64, 256, 64), (1, 1), "pingpong")
     narrow = GemmConfig("sm90", (64, 32, 64), (1, 1), "pingpong")
-    problem = extents(1, 4096, 4096)
+    problem = extents(64, 4096, 4096)
     assert estimate_us(signature(), problem, wide, SMS) > 2 * estimate_us(signature(), problem, narrow, SMS)
 
 

@@ -162,6 +162,7 @@ struct ClusterSplitKernel {
       mainloop.mma_tail(pipeline, state, k_tiles);
       add_slices(accum, rank, storage);
       if (rank == 0) { store(epilogue, load_pipeline, params, coord, accum, storage); }
+      __syncwarp();
       cluster_wait();
     }
   }
