@@ -63,13 +63,12 @@ def _sm90(
 
 
 def _swapped(
-    m: int, n: int, k: int, schedule: str = "pingpong", split_k: int | None = None, stages: int | None = None
+    m: int, n: int, k: int, schedule: str = "pingpong", split_k: int = 1, stages: int | None = None
 ) -> GemmConfig:
     """A kernel of the swapped problem: `m` columns of D and `n` of its rows a tile."""
     scheduler = {"cooperative": "stream_k", "single": CLUSTER_SPLIT}.get(schedule, "persistent")
-    return GemmConfig(
-        "sm90", (m, n, k), kernel_schedule=schedule, stages=stages, scheduler=scheduler, split_k=split_k or 1, swapped=True
-    )
+    config = GemmConfig("sm90", (m, n, k), kernel_schedule=schedule, stages=stages, scheduler=scheduler, swapped=True)
+    return replace(config, split_k=split_k)
 
 
 # tile k is given for 16-bit inputs; `_scaled_k` adapts it to the bytes of a K line

@@ -59,9 +59,7 @@ SCHEDULES = {
     ),
     "pingpong_fast_accum": Schedule("KernelTmaWarpSpecializedPingpongFP8FastAccum", *_PINGPONG, True),
     "single": Schedule("KernelTmaWarpSpecialized", *_SINGLE, schedulers=(CLUSTER_SPLIT,)),
-    "single_fast_accum": Schedule(
-        "KernelTmaWarpSpecializedFP8FastAccum", *_SINGLE, True, schedulers=(CLUSTER_SPLIT,)
-    ),
+    "single_fast_accum": Schedule("KernelTmaWarpSpecializedFP8FastAccum", *_SINGLE, True, schedulers=(CLUSTER_SPLIT,)),
 }
 SCHEDULERS = {
     "persistent": "cutlass::gemm::PersistentScheduler",

@@ -24,6 +24,8 @@ SUM_OVER_M = Output(Kind.ROW, DType.F32, Reduce.SUM)
 MAX_OVER_N = Output(Kind.COL, DType.F32, Reduce.MAX)
 COOPERATIVE = GemmConfig("sm90", (128, 256, 64), (2, 1), "cooperative")
 PINGPONG = GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
+SWAPPED = GemmConfig("sm90", (64, 8, 128), (1, 1), "pingpong", swapped=True)
+SPLIT = GemmConfig("sm90", (64, 16, 128), (1, 1), "single", scheduler="cluster_split", split_k=4, swapped=True)
 
 
 def signature(
@@ -76,6 +78,13 @@ LEGAL = [
         replace(COOPERATIVE, tile_shape=(128, 256, 128), kernel_schedule="cooperative_fast_accum"),
         id="fp8-fast",
     ),
+    pytest.param(signature(inputs=(ROW, TILE), outputs=(D, SUM_OVER_M)), SWAPPED, id="swapped"),
+    pytest.param(signature(DType.I8), replace(SWAPPED, tile_shape=(64, 8, 256)), id="swapped-int8"),
+    pytest.param(
+        signature(DType.F32, k_major=(True, False)), replace(SWAPPED, tile_shape=(64, 32, 64)), id="swapped-tf32"
+    ),
+    pytest.param(signature(), SPLIT, id="cluster-split"),
+    pytest.param(signature(), replace(SPLIT, swapped=False), id="cluster-split-of-rows"),
 ]
 
 
@@ -120,6 +129,29 @@ REFUSED = [
         id="subtile-registers",
     ),
     pytest.param(signature(), replace(COOPERATIVE, stages=8), "shared memory", id="stages"),
+    pytest.param(signature(), replace(SWAPPED, swapped=False), "multiples of 16", id="narrow"),
+    pytest.param(signature(), replace(SWAPPED, tile_shape=(64, 12, 128)), "multiples of 8", id="swapped-tile-n"),
+    pytest.param(signature(), replace(SWAPPED, tile_shape=(32, 8, 128)), "D^T = B^T A^T", id="swapped-tile-m"),
+    pytest.param(
+        signature(DType.F32, k_major=(False, True)),
+        replace(SWAPPED, tile_shape=(64, 32, 64)),
+        "N contiguous",
+        id="swapped-tf32-layout",
+    ),
+    pytest.param(
+        signature(DType.E4M3), replace(SWAPPED, tile_shape=(64, 8, 256)), "exact sums every 128", id="swapped-fp8-k"
+    ),
+    pytest.param(signature(), replace(SPLIT, kernel_schedule="pingpong"), "single", id="cluster-split-pingpong"),
+    pytest.param(signature(), replace(SPLIT, scheduler="stream_k"), "cooperative", id="single-stream-k"),
+    pytest.param(signature(), replace(SPLIT, scheduler="persistent"), "cooperative", id="single-persistent"),
+    pytest.param(signature(), replace(SPLIT, split_k=3), "1, 2, 4 or 8", id="cluster-of-3"),
+    pytest.param(signature(), replace(SPLIT, cluster_shape=(2, 1)), "share one tile", id="cluster-split-cluster"),
+    pytest.param(
+        signature(DType.F32, k_major=(True, False)),
+        replace(SPLIT, tile_shape=(64, 32, 64)),
+        "M contiguous",
+        id="cluster-split-tf32",
+    ),
 ]
 
 
@@ -140,6 +172,31 @@ def test_run_time_values_do_not_change_the_skeleton():
     config = replace(COOPERATIVE, scheduler="stream_k")
     tuned = replace(config, swizzle=8, raster="N", split_k=4)
     assert render_skeleton(signature(), tuned, SM90) == render_skeleton(signature(), config, SM90)
+
+
+def test_slices_of_a_cluster_are_compiled():
+    text = render_skeleton(signature(), SPLIT.compiled(), SM90)
+    assert "gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 4>" in text
+    assert "dim3(4, 1, 1)" in text
+    assert text == render_skeleton(signature(), replace(SPLIT, swizzle=8, raster="N").compiled(), SM90)
+
+
+def test_swapping_exchanges_rows_and_columns_but_not_the_functor():
+    value = signature(DType.E4M3, DType.E5M2, k_major=(True, False), inputs=(ROW, COL, *INDICES, TILE))
+    view = value.swapped()
+    assert (view.a, view.b) == (value.b, value.a)
+    assert [x.kind for x in view.inputs] == [Kind.COL, Kind.ROW, Kind.COL_INDEX, Kind.ROW_INDEX, Kind.TILE]
+    assert [x.dtype for x in view.inputs] == [x.dtype for x in value.inputs]
+    assert view.swapped() == value
+
+
+def test_swapped_tiles_have_m_contiguous():
+    evt = lower_to_evt(signature(inputs=(TILE, TILE, ROW), outputs=(D, D)).swapped(), swapped=True)
+    strides = "cute::_1{}, tma_stride(x.outputs[0].row_stride, x.n), tma_stride(x.outputs[0].batch_stride, x.l)"
+    assert evt.d.stride == strides
+    assert evt.loads[1].cpp_type.startswith("gemmgen::SwappedTileLoad")
+    assert evt.loads[2].cpp_type.startswith("gemmgen::ColLoad")
+    assert evt.stores[1].cpp_type.startswith("gemmgen::SwappedTileStore")
 
 
 def test_functor_takes_the_accumulator_then_the_inputs():
@@ -175,6 +232,13 @@ def test_partial_counts_follow_the_reduced_mode():
     assert "if (output == 2) { return cute::ceil_div(x->n, 256); }" in text
 
 
+def test_partial_counts_of_the_swapped_problem_are_those_of_the_callers_axes():
+    text = render_skeleton(signature(outputs=(D, SUM_OVER_M, MAX_OVER_N)), SWAPPED, SM90)
+    assert "if (output == 1) { return cute::ceil_div(x->m, 8); }" in text
+    assert "if (output == 2) { return cute::ceil_div(x->n, 64); }" in text
+    assert "gemmgen::ColPartials" in text and "gemmgen::RowPartials" in text
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_renders_its_tags(name):
     config = replace(COOPERATIVE, kernel_schedule=name, tile_shape=(128, 128, 128))
@@ -189,6 +253,12 @@ BUILT = [
     pytest.param(signature(inputs=(ROW, COL, TILE, SCALAR)), COOPERATIVE, id="row-col-tile-scalar"),
     pytest.param(signature(k_major=(False, False), inputs=INDICES, outputs=(D, D)), PINGPONG, id="mn-major-two-tiles"),
     pytest.param(signature(inputs=(TILE,), outputs=(SUM_OVER_M, MAX_OVER_N)), COOPERATIVE, id="only-reductions"),
+    pytest.param(
+        signature(inputs=(ROW, COL, TILE, TILE, SCALAR, *INDICES), outputs=(D, D, SUM_OVER_M, MAX_OVER_N)),
+        SWAPPED,
+        id="swapped",
+    ),
+    pytest.param(signature(DType.I8, inputs=(ROW, TILE)), SPLIT, id="swapped-cluster-split"),
 ]
 
 

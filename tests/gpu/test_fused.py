@@ -208,3 +208,75 @@ def test_every_config_is_exact_on_integers(config):
         A, B = matrices(M, N, K, "nt", torch.bfloat16)
         operands = {"row": integers(N, dtype=torch.bfloat16, device=CUDA), "alpha": 2.0}
         assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
+def swapped(tile: tuple[int, int, int], schedule: str = "pingpong", **fields) -> gg.GemmConfig:
+    return gg.GemmConfig("sm90", tile, kernel_schedule=schedule, swapped=True, **fields)
+
+
+def cluster_split(tile: tuple[int, int, int], split_k: int, **fields) -> gg.GemmConfig:
+    return swapped(tile, "single", scheduler="cluster_split", split_k=split_k, **fields)
+
+
+FEW_ROWS_CONFIGS = [
+    swapped((64, 8, 128)),
+    swapped((64, 16, 256)),
+    swapped((64, 64, 64)),
+    swapped((64, 16, 128), cluster_shape=(4, 1), swizzle=2, raster="N"),
+    swapped((128, 16, 128), "cooperative"),
+    swapped((128, 16, 128), "cooperative", scheduler="stream_k"),
+    swapped((128, 16, 128), "cooperative", scheduler="stream_k", split_k=3),
+    cluster_split((64, 16, 128), 1, stages=5),
+    cluster_split((64, 16, 128), 2),
+    cluster_split((64, 16, 128), 4),
+    cluster_split((64, 8, 128), 8),
+    cluster_split((128, 32, 128), 2),
+    gg.GemmConfig("sm90", (64, 64, 128), kernel_schedule="single", scheduler="cluster_split", split_k=4),
+]
+# N is no multiple of a tile; of K, some slices get more than others, and some nothing
+FEW_ROWS_SHAPES = [(1, 264, 1000), (3, 1032, 136), (17, 72, 264), (100, 520, 1032)]
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["one", "batch"])
+@pytest.mark.parametrize("config", FEW_ROWS_CONFIGS, ids=lambda c: f"{c.label}-{c.split_k}")
+def test_few_rows_are_exact_on_integers(config, lead):
+    op = gg.Gemm(kitchen, config=config)
+    for M, N, K in FEW_ROWS_SHAPES:
+        A, B = matrices(M, N, K, "nt", torch.bfloat16, lead=lead)
+        operands = operands_of(M, N, dtype=torch.bfloat16, lead=lead)
+        padded = torch.full((*lead, M, N + 8), float("nan"), device=CUDA, dtype=torch.bfloat16)
+        shapes = {"D": None, "masked": (*lead, M, N), "sums": (*lead, N), "peaks": (*lead, M)}
+        outs = {
+            name: torch.full(shape, float("nan"), device=CUDA, dtype=torch.bfloat16) if shape else padded[..., :N]
+            for name, shape in shapes.items()
+        }
+        op(A, B, out=outs, **operands)
+        assert_exact(op, A, B, operands, outs)
+        assert padded[..., N:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_few_rows_of_other_inputs_are_exact_on_integers(dtype):
+    op = gg.Gemm(kitchen, config=cluster_split((64, 16, 128), 2))
+    for M, N, K in ((1, 264, 1040), (19, 136, 272)):
+        A, B = matrices(M, N, K, "nt", dtype)
+        operands = operands_of(M, N)
+        assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+def test_few_rows_of_any_layout_are_exact_on_integers(layout):
+    op = gg.Gemm(kitchen, config=swapped((64, 8, 128)))
+    for M, N, K in ((8, 264, 200), (24, 136, 328)):
+        A, B = matrices(M, N, K, layout, torch.bfloat16)
+        operands = operands_of(M, N, dtype=torch.bfloat16)
+        assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
+def test_clusters_give_the_same_bits_each_time():
+    op = gg.Gemm(gg.library.bias_gelu_tanh, config=cluster_split((64, 16, 128), 4))
+    A, B = matrices(16, 4096, 4096, "nt", torch.bfloat16, make=uniform)
+    operands = {"bias": uniform(4096, dtype=torch.bfloat16, device=CUDA)}
+    first = op(A, B, **operands)
+    assert_close(op, A, B, operands, first)
+    assert all(torch.equal(first, op(A, B, **operands)) for _ in range(20))

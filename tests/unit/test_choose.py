@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gemmgen import choose
@@ -76,6 +78,63 @@ def test_few_rows_are_read_at_nearly_the_bandwidth(M, N, K):
     assert best.time_us <= 4 / 3 * N * K * 2 / (choose.MEMORY_BYTES_PER_CLOCK * choose.CLOCK_GHZ * 1e3) + 3
     ctas = -(-N // best.config.tile_shape[1]) * best.config.split_k
     assert ctas >= 80
+
+
+# microseconds on an H200, bias + tanh-GELU, bf16, one row: a tile of rows that the problem does not have
+MEASURED_ONE_ROW = {
+    (1, 1024, 4096): ((64, 16), (1, 1), "pingpong", 8.9),
+    (1, 4096, 4096): ((64, 32), (1, 1), "pingpong", 22.3),
+    (1, 4096, 14336): ((64, 32), (1, 1), "pingpong", 66.9),
+    (1, 6144, 4096): ((64, 64), (1, 1), "pingpong", 25.1),
+    (1, 28672, 4096): ((128, 128), (1, 2), "cooperative", 96.6),
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED_ONE_ROW, ids=str)
+def test_rows_beyond_the_edge_cost(shape):
+    tile, cluster, schedule, time_us = MEASURED_ONE_ROW[shape]
+    config = GemmConfig("sm90", (*tile, 64), cluster, schedule)
+    assert estimate_us(signature(), extents(*shape), config, SMS) == pytest.approx(time_us, rel=0.2)
+
+
+@pytest.mark.parametrize("M", [1, 8, 16])
+@pytest.mark.parametrize("N, K", [(1024, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_few_rows_swap_the_problem_and_take_a_narrow_tile(M, N, K):
+    best = ranked(signature(), extents(M, N, K), SM90, SMS)[0].config
+    assert best.swapped
+    assert best.tile_shape[1] == 16
+
+
+def test_many_rows_do_not_swap():
+    for shape in MEASURED:
+        assert not ranked(signature(), extents(*shape), SM90, SMS)[0].config.swapped
+
+
+def test_the_swapped_problem_is_estimated_as_the_problem_that_it_is():
+    tall = GemmConfig("sm90", (64, 32, 64), (1, 1), "pingpong")
+    problem, turned = extents(4096, 96, 2048), extents(96, 4096, 2048)
+    swapped = replace(tall, swapped=True)
+    assert estimate_us(signature(), turned, swapped, SMS) == estimate_us(signature(), problem, tall, SMS)
+
+
+def test_few_tiles_share_k_in_clusters():
+    best = ranked(signature(), extents(16, 1024, 8192), SM90, SMS)[0].config
+    assert best.scheduler == "cluster_split"
+    assert best.split_k > 1
+
+
+def test_small_ctas_share_an_sm():
+    def time_us(stages: int | None) -> float:
+        config = GemmConfig("sm90", (64, 16, 128), (1, 1), "single", stages=stages, scheduler="cluster_split")
+        return estimate_us(signature(), extents(64 * 264, 16, 128), config, SMS)
+
+    assert time_us(5) < time_us(None)
+
+
+def test_fp8_keeps_its_exact_sums_under_long_k_tiles():
+    value = signature(DType.E4M3)
+    for choice in ranked(value, extents(16, 4096, 4096), SM90, SMS):
+        assert choice.config.tile_shape[2] <= 128
 
 
 def test_few_ctas_cannot_pull_the_bandwidth():

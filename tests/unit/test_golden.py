@@ -17,6 +17,7 @@ from gemmgen.templates import templates_dir
 
 M, N, K = 512, 768, 256
 SM90 = GemmConfig("sm90", (128, 128, 64), (1, 2), "pingpong")
+SWAPPED = GemmConfig("sm90", (64, 16, 128), (1, 1), "single", scheduler="cluster_split", split_k=2, swapped=True)
 SM80 = GemmConfig("sm80", (128, 128, 32), kernel_schedule="multistage", stages=4, warp_shape=(64, 64, 32), swizzle=4)
 
 
@@ -76,6 +77,11 @@ def test_pointwise(golden):
 def test_skeletons(golden, name, config):
     source = pipeline.kernel_source(bound(EPILOGUES[name]), config, ARCHS["sm90"])
     golden(f"skeleton_{config.family}_{name}.cu", source.skeleton)
+
+
+def test_swapped_skeleton(golden):
+    source = pipeline.kernel_source(bound(every_kind), SWAPPED, ARCHS["sm90"])
+    golden("skeleton_sm90_swapped_every_kind.cu", source.skeleton)
 
 
 def test_rendering_twice_gives_the_same_text():
