@@ -26,6 +26,7 @@ SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
 SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
 OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what TMA fills in beyond M or N
+L2_MISSES = 0.05  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
 TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
@@ -97,7 +98,7 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
 # few rows: weights along the 64 rows of a WGMMA, and no wider than the rows; each SM keeps long runs of B in flight
 SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
     config
-    for n in (16, 32, 64, 128)
+    for n in (8, 16, 32, 64, 128)
     for config in (
         *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
         _swapped(64, n, 128),
@@ -121,7 +122,6 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 256, "pingpong", (2, 1)),
     _sm90(64, 128, "pingpong", (2, 1)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
-    _swapped(64, 8, 128, "single", 2),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
     _swapped(64, 16, 128, "single", 1, stages=5),
@@ -282,11 +282,16 @@ def _tiles(extents: Extents, config: GemmConfig) -> int:
 
 
 def _memory_cycles(signature: Signature, extents: Extents, config: GemmConfig) -> float:
-    """A and B read once, and what the tiles reach beyond M and N, which is not read but costs nevertheless."""
-    (tm, tn, _), (rows, columns) = config.tile_shape, _grid(extents, config)
+    """A and B read once, a share of their further readings, and what the tiles reach beyond M and N.
+
+    That is not read, but costs nevertheless.
+    """
+    (tm, tn, _), (cm, cn), (rows, columns) = config.tile_shape, config.cluster_shape, _grid(extents, config)
     line_bytes = extents.K * extents.L * signature.a.dtype.bytes
+    again = extents.M * (columns // cn - 1) + extents.N * (rows // cm - 1)
+    lines = extents.M + extents.N + L2_MISSES * again
     outside = (rows * tm - extents.M) * columns + (columns * tn - extents.N) * rows
-    return line_bytes * ((extents.M + extents.N) / MEMORY_BYTES_PER_CLOCK + outside / OUTSIDE_BYTES_PER_CLOCK)
+    return line_bytes * (lines / MEMORY_BYTES_PER_CLOCK + outside / OUTSIDE_BYTES_PER_CLOCK)
 
 
 def _resident(signature: Signature, config: GemmConfig, sm_count: int) -> int:

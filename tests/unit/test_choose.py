@@ -102,7 +102,7 @@ def test_rows_beyond_the_edge_cost(shape):
 def test_few_rows_swap_the_problem_and_take_a_narrow_tile(M, N, K):
     best = ranked(signature(), extents(M, N, K), SM90, SMS)[0].config
     assert best.swapped
-    assert best.tile_shape[1] == 16
+    assert best.tile_shape[1] <= max(8, M)
 
 
 def test_many_rows_do_not_swap():
