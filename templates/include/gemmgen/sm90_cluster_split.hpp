@@ -15,7 +15,8 @@
 
 namespace gemmgen {
 
-// Barriers over all threads of a cluster; what was written before an arrival is seen after the wait.
+// Barriers over all threads of a cluster of several CTAs; what was written before an arrival is seen after the wait. In
+// a cluster of one the compiler takes barriers of the CTA, which nobody may pass by in between.
 CUTLASS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 CUTLASS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -56,6 +57,7 @@ struct ClusterSplitKernel {
   static constexpr int kConsumers = cute::size(TiledMma{});
   static constexpr int kAccums = kTileM * kTileN / kConsumers;  // of one thread
   static constexpr int kVector = 4;                             // accumulators that one access moves
+  static constexpr int kUnrolledSlices = kAccums <= 16 ? Splits : 1;
   static_assert(kConsumers == cutlass::NumThreadsPerWarpGroup && kAccums % kVector == 0 && sizeof(Accum) == 4);
 
   struct SharedStorage {
@@ -127,8 +129,12 @@ struct ClusterSplitKernel {
     }
     LoadPipeline load_pipeline(storage.epilogue_pipeline, load_params);
 
-    cluster_arrive();  // the pipelines are ready
-    cluster_wait();
+    if constexpr (Splits > 1) {  // the pipelines are ready
+      cute::cluster_arrive_relaxed();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
 
     auto [M, N, K, L] = params.problem_shape;
     int const tiles_m = cute::ceil_div(M, int{kTileM}), tiles_n = cute::ceil_div(N, int{kTileN});
@@ -145,30 +151,34 @@ struct ClusterSplitKernel {
       mainloop.load(params.mainloop, pipeline, cutlass::make_producer_start_state<Pipeline>(), inputs, coord,
                     KTile{rank * k_tiles}, k_tiles, lane, 0, storage.mainloop);
       __syncwarp();
-      cluster_arrive();  // the slices are summed
+      if constexpr (Splits > 1) { cluster_arrive(); }  // to where the slices are summed; no load of C waits for it
       if (rank == 0 && epilogue.is_producer_load_needed()) {
         auto state = epilogue.load(load_pipeline, cutlass::make_producer_start_state<LoadPipeline>(),
                                    params.problem_shape, TileShape{}, coord, TiledMma{}, lane, storage.epilogue);
         epilogue.load_tail(load_pipeline, state);
         __syncwarp();
       }
-      cluster_wait();
-      cluster_arrive();  // nobody reads another's shared memory any more
-      cluster_wait();
+      if constexpr (Splits > 1) {
+        cluster_wait();
+        cluster_arrive();  // to where nobody reads another's shared memory any more
+        cluster_wait();
+      }
     } else {
       cute::Tensor accum = cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{}));
       typename Mainloop::PipelineState state;
       mainloop.mma(pipeline, state, accum, k_tiles, threadIdx.x, storage.mainloop, params.mainloop);
       mainloop.mma_tail(pipeline, state, k_tiles);
-      add_slices(accum, rank, storage);
+      if constexpr (Splits > 1) { add_slices(accum, rank, storage); }
       if (rank == 0) { store(epilogue, load_pipeline, params, coord, accum, storage); }
-      __syncwarp();
-      cluster_wait();
+      if constexpr (Splits > 1) {
+        __syncwarp();
+        cluster_wait();
+      }
     }
   }
 
  private:
-  // Adds the sums of all slices in the first CTA. Ends in the arrival at the last barrier of the kernel.
+  // Adds the sums of all slices in the first CTA. Ends with the arrival at the last barrier of the kernel.
   template <class Accumulators>
   CUTLASS_DEVICE static void add_slices(Accumulators& accum, int rank, SharedStorage& storage) {
     auto* partials = reinterpret_cast<uint4*>(&storage.mainloop) + threadIdx.x;
@@ -184,7 +194,7 @@ struct ClusterSplitKernel {
     cluster_arrive();
     cluster_wait();
     if (rank == 0) {
-      CUTLASS_PRAGMA_UNROLL
+#pragma unroll kUnrolledSlices
       for (int other = 1; other < Splits; ++other) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kAccums; i += kVector) {
