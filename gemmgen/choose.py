@@ -100,8 +100,8 @@ SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
     config
     for n in (8, 16, 32, 64, 128)
     for config in (
-        *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
         _swapped(64, n, 128),
+        *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
     )
 )
 # where partial sums are promoted, a wider tile costs registers that no other tile of its size has left
