@@ -19,8 +19,9 @@ from gemmgen.ops import EpilogueOp
 from gemmgen.plan import Operands, finish_texts, pointwise_text
 from gemmgen.runtime import bind_call, selected
 from gemmgen.source import KernelSource
+from gemmgen.torch_ops import TorchOp, torch_op
 from gemmgen.tuned import Entry
-from gemmgen.ways import SPLIT, Fused, Selection
+from gemmgen.ways import UNFUSED, Fused, Library, Selection, Way
 
 MAX_LISTED = 8
 
@@ -133,17 +134,26 @@ def _readings(binding: Binding) -> list[str]:
 def _choices(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
     selection = selected(binding, target, op.runner.options)
     first = selection.ways[0]
-    title = f"fused kernel {first.config.label}" if isinstance(first, Fused) else "unfused: a kernel after cuBLAS"
-    notes = [*selection.notes, *_why_not_preferred(selection, binding, target), *_meanwhile(op, binding, target)]
-    return [f"{title}: {selection.why}", *_table(selection), *notes]
+    notes = [*selection.notes, *_why_not_preferred(selection, binding, target)]
+    if isinstance(first, Fused):
+        notes += _meanwhile(op, binding, target)
+    return [f"{_title(first, binding, target)}: {selection.why}", *_table(selection), *notes]
+
+
+def _title(way: Way, binding: Binding, target: Target) -> str:
+    if isinstance(way, Fused):
+        return f"fused kernel {way.config.label}"
+    found = torch_op(binding, target.arch) if isinstance(way, Library) else None
+    return f"torch's own op, {found.name}" if isinstance(found, TorchOp) else "unfused: a kernel after cuBLAS"
 
 
 def _meanwhile(op: EpilogueOp, binding: Binding, target: Target) -> list[str]:
     if op.runner.options.compile != "background":
         return []
-    if reason := SPLIT.reject_reason(binding, target.arch):
-        return [f"the first call waits for the compilers, as there is no split way: {reason}"]
-    return ["until that kernel is built, calls run split: cuBLAS, then the pointwise kernel"]
+    able = [way for way in UNFUSED.values() if way.reject_reason(binding, target.arch) is None]
+    if not able:
+        return ["the first call waits for the compilers, as torch has no such product"]
+    return [f"until that kernel is built, calls run by {able[0].label}"]
 
 
 def _table(selection: Selection) -> list[str]:

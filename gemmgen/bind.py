@@ -56,6 +56,7 @@ class EpilogueBinding:
         slots: the functors' arguments; `inputs` and `readings` (None for an index) run beside them.
         dtypes: the stored dtype of each result of the graph; a reduction's output holds f32 partials of it.
         tile_alignment: columns of one aligned access in every TILE tensor.
+        has_contiguous_outs: whether each tensor to write, where one was given, is contiguous.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class EpilogueBinding:
     outputs: tuple[Output, ...]
     dtypes: tuple[DType, ...]
     tile_alignment: int
+    has_contiguous_outs: bool
 
     @property
     def is_empty(self) -> bool:
@@ -110,8 +112,9 @@ def bind_epilogue(
         Input(slot.kind, reading.dtype if reading else DType.I32) for slot, reading in zip(slots, readings, strict=True)
     )
     alignment = _tile_alignment(graph, extents, readings, dtypes, outs)
+    contiguous = all(out is None or out.is_contiguous() for out in outs)
     return EpilogueBinding(
-        graph, extents, slots, readings, inputs, outputs_of(graph, dtypes), tuple(dtypes), alignment
+        graph, extents, slots, readings, inputs, outputs_of(graph, dtypes), tuple(dtypes), alignment, contiguous
     )
 
 
@@ -183,7 +186,8 @@ def read_operand(parameter: Parameter, value: Tensor | float, extents: Extents) 
     copied = value.shape[-1] > 1 and value.stride(-1) != 1
     if copied:
         batch_stride = value.shape[-1] if batch_stride else 0
-    return OperandReading(kind, dtype, 0, batch_stride, ACCESS_BYTES, copied)
+    aligned = ACCESS_BYTES if copied else aligned_bytes(address_of(value), dtype.bytes, batch_stride)
+    return OperandReading(kind, dtype, 0, batch_stride, aligned, copied)
 
 
 def _read_tile(value: Tensor, dtype: DType, batch_stride: int, extents: Extents) -> OperandReading:

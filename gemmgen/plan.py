@@ -29,6 +29,7 @@ IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: float("-inf"), Reduce.MIN: float("inf")
 
 Operands = Mapping[str, "Tensor | float"]
 Product = Callable[[Tensor, Tensor, Tensor], object]
+TorchCall = Callable[[Tensor, Tensor, Operands, Tensor], object]
 
 _WORD_BYTES = 8
 _Words = ctypes.c_uint64 * (ctypes.sizeof(jit.Args) // _WORD_BYTES)
@@ -85,13 +86,14 @@ class Plan:
     """Everything about a call but its pointers.
 
     Attributes:
-        way: "fused", "split", or "pointwise" where there is no product to compute.
+        way: "fused", "split", "library", or "pointwise" where there is no product to compute.
         config: of the fused kernel.
         kernel: the fused kernel, or None where the pointwise `module` does the work.
-        module: the pointwise kernel; None beside a fused kernel and for an empty result.
+        module: the pointwise kernel; None beside a fused kernel or `torch_call`, and for an empty result.
         copies_matrices: whether A or B is made contiguous along K first.
         spare: argument structs of finished calls, to be filled again; a launch has read its own when it returns.
         product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
+        torch_call: of a library plan: `torch_call(A, B, operands, D)` writes the only result.
         args: the argument struct without its pointers.
     """
 
@@ -107,6 +109,7 @@ class Plan:
     module: jit.Module | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     product: Product | None = None
+    torch_call: TorchCall | None = None
     copies_matrices: bool = False
     spare: list[tuple[jit.Args, Words]] = field(default_factory=list, compare=False, repr=False)
 
@@ -166,6 +169,11 @@ def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None
     return Plan(
         binding, way, args, _loads(binding), _stores(binding), finishes, module=module, grid=grid, product=product
     )
+
+
+def library_plan(binding: Binding, torch_call: TorchCall) -> Plan:
+    """The plan of a call that an op of torch computes."""
+    return Plan(binding, "library", _filled(binding), (), _stores(binding), torch_call=torch_call)
 
 
 def pointwise_text(binding: EpilogueBinding) -> str:
@@ -277,6 +285,8 @@ def run(
         accum = _multiplied(plan, matrices, device)
         words[_A_WORD] = 0 if accum is None else accum.data_ptr()
         plan.module.launch("gemmgen_pointwise", plan.grid, (pointwise.THREADS, 1, 1), [args], stream)
+    elif plan.torch_call is not None and matrices is not None:
+        plan.torch_call(*matrices, operands, results[0])
     if plan.finishes:
         for finish, partial in zip(plan.finishes, partials, strict=True):
             _finish(finish, partial, results[finish.result], stream)

@@ -24,7 +24,7 @@ from gemmgen.ir.graph import Graph
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
-from gemmgen.ways import SPLIT, Fused, Selection
+from gemmgen.ways import UNFUSED, Fused, Selection, Way
 
 if TYPE_CHECKING:
     from gemmgen import tune
@@ -167,9 +167,9 @@ class Runner:
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
         selection = self._selection(binding, target, tunable)
-        if self.options.compile == "background" and can_wait(selection, binding, target):
+        if self.options.compile == "background" and (way := stand_in(selection, binding, target)):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
-            return SPLIT.plan(binding, target)
+            return way.plan(binding, target)
         return ways.first_plan(selection.ways, binding, target)
 
     def _selection(self, binding: Binding, target: Target, tunable: Callable[[], tune.Call]) -> Selection:
@@ -207,12 +207,14 @@ def selected(binding: Binding, target: Target, options: Options) -> Selection:
     return ways.select(binding, target, options.config)
 
 
-def can_wait(selection: Selection, binding: Binding, target: Target) -> bool:
-    """Whether the chosen kernel is yet to be compiled, and the split way can serve calls meanwhile."""
+def stand_in(selection: Selection, binding: Binding, target: Target) -> Way | None:
+    """What serves calls while the chosen kernel is compiled; None where it is there, or nothing can."""
     first = selection.ways[0]
-    if not isinstance(first, Fused) or SPLIT.reject_reason(binding, target.arch) is not None:
-        return False
-    return not first.is_built(binding, target.arch)
+    if not isinstance(first, Fused):
+        return None
+    able = (way for way in UNFUSED.values() if way.reject_reason(binding, target.arch) is None)
+    way = next(able, None)
+    return None if way is None or first.is_built(binding, target.arch) else way
 
 
 def _building(selection: Selection, binding: Binding, target: Target) -> Future[tuple[Fused, BuiltKernel]]:

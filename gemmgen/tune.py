@@ -21,7 +21,7 @@ from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
 from gemmgen.timing import ColdL2Recorder, Recorder, Timing, measure
 from gemmgen.tuned import MOST, Entry, Measured
-from gemmgen.ways import SPLIT, Fused, Way
+from gemmgen.ways import SPLIT, UNFUSED, Fused, Way
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _kept(
 
 
 def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None, most: int = MOST) -> list[Way]:
-    """The ways worth measuring, split among them where it can run.
+    """The ways worth measuring, torch's own op and split among them where they can run.
 
     Raises:
         IllegalConfig: one of `configs` cannot run the call; the message says why.
@@ -122,8 +122,8 @@ def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None, most:
     for way in fused:
         if reason := way.reject_reason(call.binding, target.arch):
             raise IllegalConfig(f"{way.config.label} cannot run `{call.binding.graph.name}`: {reason}")
-    is_splittable = SPLIT.reject_reason(call.binding, target.arch) is None
-    return [*fused, SPLIT] if is_splittable else [*fused]
+    unfused = [way for way in UNFUSED.values() if way.reject_reason(call.binding, target.arch) is None]
+    return [*fused, *unfused]
 
 
 # Building and checking
@@ -147,8 +147,7 @@ def _planned(call: Call, candidates: Sequence[Way]) -> tuple[Plans, Failures]:
             raise built  # the tools are missing: no candidate's fault
         else:
             _attempt(way, functools.partial(way.plan_of, built, call.binding, call.target), plans, failures)
-    if SPLIT in candidates:
-        plans[SPLIT] = SPLIT.plan(call.binding, call.target)
+    plans |= {way: way.plan(call.binding, call.target) for way in candidates if not isinstance(way, Fused)}
     return plans, failures
 
 

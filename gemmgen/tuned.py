@@ -27,7 +27,7 @@ from gemmgen.errors import ToolchainError
 from gemmgen.jit.cache import Cache, cache_root, digest
 from gemmgen.jit.toolchain import find_cutlass
 from gemmgen.settings import settings
-from gemmgen.ways import Selection, Timed, Way, way_of
+from gemmgen.ways import Fused, Selection, Timed, Way, way_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,11 @@ class Entry:
 
     def selection(self, binding: Binding, target: Target) -> Selection | None:
         """What a call of this bucket runs; None where nothing was measured to work."""
-        timed = [Timed(row.way, row.time_us) for row in self.rows if row.time_us is not None]
+        timed = [
+            Timed(row.way, row.time_us)
+            for row in self.rows
+            if row.time_us is not None and _can_run(row.way, binding, target)
+        ]
         if not timed:
             return None
         if binding.extents.M == self.M:
@@ -93,10 +97,15 @@ class Entry:
         return Selection(tuple(t.way for t in scaled), why, tuple(scaled), True)
 
     def _scaled(self, timed: Timed, binding: Binding, target: Target) -> Timed:
-        signature, extents = binding.signature, binding.extents
+        extents = binding.extents
         way = timed.way.fitted_to(extents)
-        there = timed.way.estimate_us(signature, replace(extents, M=self.M), target)
-        return Timed(way, timed.time_us * way.estimate_us(signature, extents, target) / there)
+        there = timed.way.estimate_us(binding, replace(extents, M=self.M), target)
+        return Timed(way, timed.time_us * way.estimate_us(binding, extents, target) / there)
+
+
+def _can_run(way: Way, binding: Binding, target: Target) -> bool:
+    """Whether a way that ran one call of a key runs this one: torch's ops ask for more than the key knows."""
+    return isinstance(way, Fused) or way.reject_reason(binding, target.arch) is None
 
 
 # On disk

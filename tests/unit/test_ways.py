@@ -13,7 +13,8 @@ from gemmgen.arch import ARCHS
 from gemmgen.dtypes import DType
 from gemmgen.plan import run
 from gemmgen.runtime import Runner, bind_call
-from gemmgen.ways import PRODUCTS, SPLIT, Fused, first_plan, select
+from gemmgen.torch_ops import PRODUCTS
+from gemmgen.ways import SPLIT, Fused, first_plan, select
 from tests.unit import fake_device
 from tests.unit.fake_device import SM90, call_of, doubled
 
@@ -38,9 +39,9 @@ def plain(accum):
     return accum
 
 
-def bound(A, B):
-    op = gg.Gemm(plain)._op
-    return bind_call(op.graph_for, A, B, {}, None)
+def bound(A, B, epilogue=plain, out_dtype=None, outs=None, **operands):
+    op = gg.Gemm(epilogue)._op
+    return bind_call(op.graph_for, A, B, operands, out_dtype, outs)
 
 
 def matrix(*shape, dtype=torch.float32, transposed=False):
@@ -173,7 +174,8 @@ def test_a_given_config_has_no_substitute(device):
 
 
 def test_split_comes_first_only_where_it_is_clearly_faster(monkeypatch):
-    binding = bound(_meta(512, 512, dtype=torch.bfloat16), _meta(512, 512, dtype=torch.bfloat16))
+    bf16 = {"dtype": torch.bfloat16}
+    binding = bound(_meta(512, 512, **bf16), _meta(512, 512, **bf16), doubled, bias=_meta(512, **bf16))
     fused = select(binding, SM90).table[0]
     assert isinstance(fused.way, Fused)
     for factor, first in ((0.99, "fused"), (0.75, "split")):
