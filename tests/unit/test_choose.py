@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from gemmgen import choose
 from gemmgen.arch import ARCHS
 from gemmgen.choose import (
     REJECT,

@@ -80,12 +80,12 @@ def test_the_few_rows_of_a_decode_do_not_run_fused():
 
 
 def test_eight_bits_run_fused_where_that_was_measured_to_be_faster():
-    """Or a way that is at most 5 percent slower."""
+    """The rung nearest to split is torch's product, here into bf16, and one compiled kernel behind it."""
     for problem, times in MEASURED.items():
-        if problem[0] in ("int8_dequant_bias", "fp8_dequant_bias_gelu_tanh") and "eager" in times:
+        if problem[0] in ("int8_dequant_bias", "fp8_dequant_bias_gelu_tanh") and "compiled_tail" in times:
             way = select(_binding(*problem), TARGET).ways[0]
-            chosen = times["gemmgen"] if isinstance(way, Fused) else times["eager"]
-            assert chosen <= 1.05 * min(times["gemmgen"], times["eager"]), problem
+            chosen = times["gemmgen"] if isinstance(way, Fused) else times["compiled_tail"]
+            assert chosen <= 1.01 * min(times["gemmgen"], times["compiled_tail"]), problem
 
 
 @pytest.mark.parametrize("case", sorted({problem[0] for problem in MEASURED}))
