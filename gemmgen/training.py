@@ -1,7 +1,8 @@
 """The derived backward behind the ops: plans, the extra results that a forward saves, and the gradients.
 
 A call that needs gradients runs the plan's forward, which is the epilogue with its saved tiles as further results.
-Its backward runs the plan's elementwise graphs, then the two GEMMs on the gradient of the accumulator. In a chain the
+Its backward runs the plan's elementwise graphs, then the two GEMMs on the gradient of the accumulator, which are calls
+of an op of their own: by default torch's product, and what measured fastest where the options say so. In a chain the
 dgrad GEMM of a call carries the elementwise backward of the call before it as its epilogue.
 """
 
@@ -21,7 +22,8 @@ from gemmgen.backward import ACCUM, BackwardPlan, fused_into_dgrad, plan_backwar
 from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import NoBackward, OperandError
 from gemmgen.evaluate import TORCH_DTYPES
-from gemmgen.ir.graph import Graph
+from gemmgen.ir import build
+from gemmgen.ir.graph import Graph, Result
 from gemmgen.ir.node import Axes, Op
 from gemmgen.ops import (
     ElementwiseOp,
@@ -110,7 +112,7 @@ class Prepared:
     Attributes:
         forward_op: computes the results, then the tiles that the backward needs.
         reads: the operands that the backward reads.
-        options: of the GEMMs of the backward; a fixed config is the forward's alone.
+        options: of the GEMMs of the backward; a fixed config and grad_accum are the forward's alone.
     """
 
     plan: BackwardPlan
@@ -267,7 +269,7 @@ def _prepared(
     plan = plan_backward(graph, wants, save=stage.save, tile_dtype=matrix_dtype)
     loaded = {node.attr for part in (*plan.passes, plan.backward) for node in part.nodes() if node.op is Op.LOAD}
     reads = frozenset(p.name for p in graph.parameters if p.name in loaded)
-    options = replace(stage.op.runner.options, config=None)
+    options = replace(stage.op.runner.options, config=None, grad_accum=False)
     return Prepared(plan, _forward_op(stage.op, plan, matrix_dtype), reads, plan.reruns_mainloop, options)
 
 
@@ -400,7 +402,7 @@ def _gradients(
             return [_of_A(call, computed, memories[at][1]) if need[0] else None, *gradients]
         previous = calls[at - 1]
         wants = previous.wants(needed[at - 1])
-        computed = _behind(previous, wants, memories[at - 1], computed, memories[at][1]) if need[0] else None
+        computed = _behind(call, previous, wants, memories[at - 1], computed, memories[at][1]) if need[0] else None
         memories[at], memories[at - 1] = (), memories[at - 1][:2]
     raise AssertionError("a chain has a first call")
 
@@ -425,18 +427,23 @@ def _of_arguments(
     if need[1] and call.buffer is not None:
         _accumulate(call.buffer, computed.get(ACCUM), A)
     elif need[1]:
-        gradients[1] = _wgrad(computed.get(ACCUM), A, call.likes[1])
+        gradients[1] = _wgrad(call, computed.get(ACCUM), A)
     return gradients[1:]
 
 
 def _of_A(call: Call, computed: Gradients, B: Tensor | float | None) -> Tensor:
-    return _fitted(_dgrad(computed[ACCUM], B) if ACCUM in computed else None, call.likes[0])
+    return _fitted(_dgrad(call, computed[ACCUM], B) if ACCUM in computed else None, call.likes[0])
 
 
 def _behind(
-    previous: Call, wants: tuple[str, ...], remembered: Memory, computed: Gradients, B: Tensor | float | None
+    call: Call,
+    previous: Call,
+    wants: tuple[str, ...],
+    remembered: Memory,
+    computed: Gradients,
+    B: Tensor | float | None,
 ) -> Gradients:
-    """The gradients of `previous`, from those of the call that its first result is A of, and whose B is given.
+    """The gradients of `previous`, from those of `call`, which its first result is A of, and whose B is given.
 
     They come out of that call's dgrad GEMM, as its epilogue, if possible.
     """
@@ -446,7 +453,7 @@ def _behind(
     part = _part(previous.prepared, wants, (name,))
     fused = _fused(part, name, _stored_dtypes(previous, part.plan.backward))
     if fused is None:
-        return _elementwise(previous, wants, {name: _dgrad(computed[ACCUM], B)}, remembered)
+        return _elementwise(previous, wants, {name: _dgrad(call, computed[ACCUM], B)}, remembered)
     d_accum = computed[ACCUM]
     assert isinstance(B, Tensor)
     known = _known(previous, remembered)
@@ -573,22 +580,40 @@ def _fitted(gradient: Tensor | None, like: Like | None) -> Tensor:
     return gradient.reshape(like.shape).to(like.dtype)
 
 
-def _dgrad(d_accum: Tensor, B: Tensor | float | None) -> Tensor:
+@functools.lru_cache(maxsize=1024)
+def _gemm_of(name: str, options: Options) -> EpilogueOp:
+    """A @ B in A's dtype: dgrad and wgrad of the epilogue called `name`."""
+    graphs = {
+        accum: Graph(f"{name}_grad", accum, (), (Result("D", build.accum(accum)),), "single")
+        for accum in (DType.F32, DType.I32)
+    }
+    return register(graphs, options)
+
+
+def _multiplied(call: Call, left: Tensor, right: Tensor) -> Tensor:
+    assert call.prepared is not None
+    product: Tensor = _gemm_of(call.op.graph.name, call.prepared.options).overload(left, right)
+    return product
+
+
+def _dgrad(call: Call, d_accum: Tensor, B: Tensor | float | None) -> Tensor:
     """dA = d_accum @ B^T."""
     assert isinstance(B, Tensor)
-    return d_accum @ B.to(d_accum.dtype).mT
+    return _multiplied(call, d_accum, B.to(d_accum.dtype).mT)
 
 
-def _wgrad(d_accum: Tensor | None, A: Tensor | float | None, like: Like | None) -> Tensor:
+def _wgrad(call: Call, d_accum: Tensor | None, A: Tensor | float | None) -> Tensor:
     """dB = A^T @ d_accum in B's memory order, summed over the batch where B is shared by it."""
+    like = call.likes[1]
     if d_accum is None:
         return _fitted(None, like)
     assert isinstance(A, Tensor) and like is not None
     A = A.to(d_accum.dtype)
     if len(like.shape) == 2 and A.dim() == 3:  # one GEMM over all rows of all batches
         A, d_accum = A.flatten(0, 1), d_accum.flatten(0, 1)
-    gradient = (d_accum.mT @ A).mT if like.is_column_major else A.mT @ d_accum
-    return _fitted(gradient, like)
+    if like.is_column_major:
+        return _fitted(_multiplied(call, d_accum.mT, A).mT, like)
+    return _fitted(_multiplied(call, A.mT, d_accum), like)
 
 
 def _accumulate(buffer: Tensor, d_accum: Tensor | None, A: Tensor | float | None) -> None:
