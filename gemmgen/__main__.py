@@ -167,11 +167,12 @@ def explain(target: str, arch: str | None, shapes: tuple[str, ...], backward: bo
     """Say what an epilogue is and, for each --shape, which kernel runs and why."""
     from gemmgen.cli_problem import gemm_named
 
-    if backward or not shapes:
+    if not shapes:
         click.echo(gemm_named(target).explain(backward=backward))
         return
     for op, problem in _problems(target, shapes, options):
-        click.echo(op.explain(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands))
+        matrices, out_dtype = (problem.A, problem.B), problem.out_dtype
+        click.echo(op.explain(*matrices, arch=arch, out_dtype=out_dtype, backward=backward, **problem.operands))
 
 
 @main.command()

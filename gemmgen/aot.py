@@ -117,6 +117,17 @@ def explain(
     return "\n".join(lines + _choices(op, binding, _target(target)))
 
 
+def explain_product(op: EpilogueOp, A: Tensor, B: Tensor, arch: str | None) -> str:
+    """In one line, what a call without operands multiplies, by what and why."""
+    binding, target = bind_call(op.graph_for, A, B, {}, None), _target(arch_for(arch))
+    extents = binding.extents
+    mnkl = f"(M, N, K, L) = ({extents.M}, {extents.N}, {extents.K}, {extents.L})"
+    if binding.is_empty or extents.K == 0:
+        return f"{mnkl}, nothing to multiply"
+    selection = selected(binding, target, op.runner.options)
+    return f"{mnkl}, {_title(selection.ways[0], binding, target)}: {selection.why}"
+
+
 def _readings(binding: Binding) -> list[str]:
     signature = binding.signature
     lines = []

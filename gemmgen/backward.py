@@ -406,7 +406,8 @@ def _explained_kernels(plan: BackwardPlan) -> list[str]:
         lines.append(f"    {mainloop}: {outputs}")
     lines.extend(f"    none: d_{name} is d_{result}" for name, result in plan.aliases.items())
     if ACCUM in plan.wants:
-        lines.append("    GEMMs on d_accum: dgrad = d_accum @ B^T, wgrad = A^T @ d_accum, as far as wanted")
+        lines.append("    GEMMs on d_accum: dgrad = d_accum @ B^T, wgrad = A^T @ d_accum, as far as wanted;")
+        lines.append("      by torch's product, but where another way is known or measured to be faster")
     if plan.zeros:
         lines.append(f"  zero whatever comes in: {', '.join(plan.zeros)}")
     return lines

@@ -234,14 +234,23 @@ class Gemm:
 
         Args:
             given: operands too, by name; for those whose name is a keyword of this method.
-            backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run.
+            backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run; given
+                tensors, also what runs its two GEMMs.
         """
+        operands |= given or {}
         if backward:
-            return training.explain(self._op, self.save)
+            return "\n".join([training.explain(self._op, self.save), *self._explained_gemms(A, B, operands, arch)])
         if A is None or B is None:
             return aot.explain_graph(self._op)
-        operands |= given or {}
         return aot.explain(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)
+
+    def _explained_gemms(
+        self, A: Tensor | None, B: Tensor | None, operands: Mapping[str, Operand], arch: str | None
+    ) -> list[str]:
+        if A is None or B is None:
+            return []
+        gemms = training.gemms_of_backward(self._op, *self._folded(A, B, operands)[:2])
+        return [f"  {name}: {aot.explain_product(*gemm, arch)}" for name, gemm in gemms.items()]
 
     def __deepcopy__(self, memo: object) -> Gemm:
         return self  # it never changes

@@ -295,7 +295,7 @@ def _plain(product: TorchProduct, binding: Binding) -> TorchOp | str:
         return f"torch multiplies {a.text} into no {stored.text}"
     multiply = product.bound(binding)
     return TorchOp(
-        "torch._int_mm" if a is DType.I8 else "torch.mm",
+        "torch._int_mm" if a is DType.I8 else "torch.mm" if _is_one_product(binding) else "torch.bmm",
         lambda A, B, operands, D: multiply(A, B, D),
     )
 

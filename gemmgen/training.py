@@ -199,7 +199,7 @@ def _planned(
     needs: tuple[bool, ...],
     out_dtype: torch.dtype | None,
 ) -> Call:
-    matrix_dtype = DType.BF16 if a in EIGHT_BIT else a
+    matrix_dtype = _matrix_dtype(a)
     call = Call(stage.op, None, extents, matrix_dtype, likes, (False,) * len(likes))
     wants, stored = frozenset(call.wants(needs)), dtype_of(out_dtype) if out_dtype else None
     prepared = _prepared(stage, _accum_of(a), wants, stored, matrix_dtype) if wants else None
@@ -239,6 +239,10 @@ def _accum_of(a: DType) -> DType:
     return DType.I32 if a is DType.I8 else DType.F32
 
 
+def _matrix_dtype(a: DType) -> DType:
+    return DType.BF16 if a in EIGHT_BIT else a
+
+
 def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -269,8 +273,12 @@ def _prepared(
     plan = plan_backward(graph, wants, save=stage.save, tile_dtype=matrix_dtype)
     loaded = {node.attr for part in (*plan.passes, plan.backward) for node in part.nodes() if node.op is Op.LOAD}
     reads = frozenset(p.name for p in graph.parameters if p.name in loaded)
-    options = replace(stage.op.runner.options, config=None, grad_accum=False)
+    options = _options_of_backward(stage.op)
     return Prepared(plan, _forward_op(stage.op, plan, matrix_dtype), reads, plan.reruns_mainloop, options)
+
+
+def _options_of_backward(op: EpilogueOp) -> Options:
+    return replace(op.runner.options, config=None, grad_accum=False)
 
 
 def _forward_op(op: EpilogueOp, plan: BackwardPlan, matrix_dtype: DType) -> EpilogueOp:
@@ -599,7 +607,11 @@ def _multiplied(call: Call, left: Tensor, right: Tensor) -> Tensor:
 def _dgrad(call: Call, d_accum: Tensor, B: Tensor | float | None) -> Tensor:
     """dA = d_accum @ B^T."""
     assert isinstance(B, Tensor)
-    return _multiplied(call, d_accum, B.to(d_accum.dtype).mT)
+    return _multiplied(call, *_dgrad_matrices(d_accum, B))
+
+
+def _dgrad_matrices(d_accum: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    return d_accum, B.to(d_accum.dtype).mT
 
 
 def _wgrad(call: Call, d_accum: Tensor | None, A: Tensor | float | None) -> Tensor:
@@ -609,11 +621,15 @@ def _wgrad(call: Call, d_accum: Tensor | None, A: Tensor | float | None) -> Tens
         return _fitted(None, like)
     assert isinstance(A, Tensor) and like is not None
     A = A.to(d_accum.dtype)
+    product = _multiplied(call, *_wgrad_matrices(d_accum, A, like))
+    return _fitted(product.mT if like.is_column_major else product, like)
+
+
+def _wgrad_matrices(d_accum: Tensor, A: Tensor, like: Like) -> tuple[Tensor, Tensor]:
+    """What is multiplied for dB, or for its transpose where B is column-major."""
     if len(like.shape) == 2 and A.dim() == 3:  # one GEMM over all rows of all batches
         A, d_accum = A.flatten(0, 1), d_accum.flatten(0, 1)
-    if like.is_column_major:
-        return _fitted(_multiplied(call, d_accum.mT, A).mT, like)
-    return _fitted(_multiplied(call, A.mT, d_accum), like)
+    return (d_accum.mT, A) if like.is_column_major else (A.mT, d_accum)
 
 
 def _accumulate(buffer: Tensor, d_accum: Tensor | None, A: Tensor | float | None) -> None:
@@ -629,6 +645,21 @@ def _accumulate(buffer: Tensor, d_accum: Tensor | None, A: Tensor | float | None
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
     else:
         buffer.addmm_(left.to(buffer.dtype), right.to(buffer.dtype))
+
+
+def gemms_of_backward(op: EpilogueOp, A: Tensor, B: Tensor) -> dict[str, tuple[EpilogueOp, Tensor, Tensor]]:
+    """dgrad and wgrad of a call with such matrices: an op and what it multiplies, on the meta device."""
+    dtype = TORCH_DTYPES[_matrix_dtype(dtype_of(A.dtype))]
+    shape = extents_of(op.graph.name, A, B).shape(Axes.TILE)
+    d_accum = torch.empty(shape, dtype=dtype, device="meta")
+    left, right = (torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta") for x in (A, B))
+    like = Like.of(B)
+    assert like is not None
+    gemm = _gemm_of(op.graph.name, _options_of_backward(op))
+    return {
+        "dgrad": (gemm, *_dgrad_matrices(d_accum, right)),
+        "wgrad": (gemm, *_wgrad_matrices(d_accum, left, like)),
+    }
 
 
 def explain(op: EpilogueOp, save: Save, wants: Iterable[str] | None = None, matrix_dtype: DType = DType.BF16) -> str:

@@ -166,7 +166,9 @@ def _checked(call: Call, plans: Plans) -> tuple[Plans, Failures]:
     for way, plan in plans.items():
         try:
             wrong = disagreement(call.results(plan), expected)
-        except GemmgenError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (GemmgenError, RuntimeError) as error:  # torch's ops raise RuntimeError
             wrong = _first_line(error)
         if wrong:
             failures[way] = wrong

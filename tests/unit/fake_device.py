@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import jit, plan, runtime
+from gemmgen import jit, plan, runtime, torch_ops
 from gemmgen.arch import ARCHS
 from gemmgen.device import Target
 from gemmgen.errors import CompileError
@@ -128,6 +128,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(runtime, "made_current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "target_of", lambda device: SM90)
     monkeypatch.setattr(runtime, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch_ops, "is_capturing", lambda: False)
     return device
 
 

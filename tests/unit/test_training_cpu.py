@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gemmgen as gg
@@ -19,6 +21,7 @@ from gemmgen.dtypes import DType
 from gemmgen.evaluate import evaluate
 from gemmgen.ir import Graph
 from gemmgen.ops import registered
+from gemmgen.runtime import Options
 from gemmgen.training import Stage, differentiable
 from tests.strategies import KINDS, SHAPES, L, M, N, epilogues, inputs
 
@@ -320,6 +323,53 @@ def test_a_second_derivative_is_refused_and_never_wrong(call, towards, frozen):
     first = torch.autograd.grad(loss, wanted, create_graph=True)
     with pytest.raises(gg.NoBackward, match="first derivatives"):
         torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves[towards])
+
+
+class Calls(TorchDispatchMode):
+    """The names of the ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wanted, count", [("AB", 2), ("A", 1), ("B", 1), ("", 0)])
+def test_dgrad_and_wgrad_are_calls_of_one_op_as_far_as_wanted(wanted, count):
+    A, B, bias = leaf(M, K, grad="A" in wanted), leaf(K, N, grad="B" in wanted), leaf(N)
+    D = gg.Gemm(library.bias)(A, B, bias=bias)
+    with Calls() as calls:
+        D.sum().backward()
+    assert sum(name.startswith("gemmgen.bias_grad_") for name in calls.names) == count
+    assert not any(name.startswith(("aten.mm", "aten.bmm")) for name in calls.names)
+
+
+def test_dgrad_and_wgrad_are_chosen_by_the_options_of_the_gemm():
+    config = gg.GemmConfig("sm90", (128, 128, 64))
+    for chosen in (Options(tune="first-call"), Options(compile="background"), Options(config, grad_accum=True)):
+        op = gg.Gemm(library.bias_relu, config=chosen.config, tune=chosen.tune, compile=chosen.compile,
+                     grad_accum=chosen.grad_accum)  # fmt: skip
+        gemms = training.gemms_of_backward(op._op, leaf(M, K), leaf(K, N))
+        for gemm, _, _ in gemms.values():
+            assert gemm.runner.options == replace(chosen, config=None, grad_accum=False)
+
+
+def test_explain_says_what_runs_dgrad_and_wgrad():
+    op = gg.Gemm(library.bias_gelu)
+    A, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((512, 1024), (2048, 1024)))
+    bias = torch.empty(2048, dtype=torch.bfloat16, device="meta")
+    text = op.explain(A, weight.t(), arch="sm90", backward=True, bias=bias)
+    assert "dgrad: (M, N, K, L) = (512, 1024, 2048, 1), torch's own op, torch.mm: by the model" in text
+    assert "wgrad: (M, N, K, L) = (2048, 1024, 512, 1), torch's own op, torch.mm: by the model" in text
+    assert "GEMMs on d_accum" in op.explain(backward=True)
+    batched = (x.expand(3, *x.shape).clone() for x in (A, weight.t()))
+    text = op.explain(*batched, arch="sm90", backward=True, bias=bias)
+    assert "dgrad: (M, N, K, L) = (512, 1024, 2048, 3), torch's own op, torch.bmm" in text
+    empty = op.explain(A[:0], weight.t(), arch="sm90", backward=True, bias=bias)
+    assert empty.count("nothing to multiply") == 2
 
 
 def test_a_second_derivative_by_torch_func_is_refused():

@@ -12,8 +12,9 @@ import gemmgen as gg
 from gemmgen import tune, tuned, ways
 from gemmgen.config import GemmConfig
 from gemmgen.runtime import Options, Runner
+from gemmgen.torch_ops import TorchOp
 from gemmgen.tuned import Entry, Measured, bucket_of
-from gemmgen.ways import SPLIT, Fused, Timed, way_of
+from gemmgen.ways import LIBRARY, SPLIT, Fused, Timed, way_of
 from tests.unit import fake_device
 from tests.unit.fake_device import SM90, call_of, doubled
 
@@ -108,6 +109,49 @@ def test_split_can_win(device):
     device.ran.clear()
     runner()(A, B, operands)
     assert device.ran == ["gemmgen_pointwise"]
+
+
+def torch_doubles(device, monkeypatch, fault=0.0):
+    """Let torch have an op for `doubled`, which is off by `fault`."""
+
+    def compute(A, B, operands, D):
+        device.ran.append("torch")
+        D.copy_(2 * (A @ B) + operands["bias"] + fault)
+
+    monkeypatch.setattr(ways, "torch_op", lambda binding, arch: TorchOp("torch.doubled", compute))
+
+
+def test_torchs_op_is_measured_and_can_win(device, monkeypatch):
+    torch_doubles(device, monkeypatch)
+    entry = tune.measured(bound_call(), CONFIGS, recorder=FakeRecorder(device, {"torch": 10.0}))
+    assert entry.rows[0].way is LIBRARY
+    device.ran.clear()
+    A, B, operands = call_of()
+    (D,) = runner()(A, B, operands)
+    assert device.ran == ["torch"]
+    assert torch.equal(D, 2 * (A @ B) + operands["bias"])
+
+
+def test_torchs_op_is_checked_as_any_other_way(device, monkeypatch):
+    torch_doubles(device, monkeypatch, fault=100.0)
+    entry = tune.measured(bound_call(), CONFIGS, recorder=FakeRecorder(device, {"torch": 10.0}))
+    assert "is wrong in" in entry.failures[LIBRARY]
+
+    def refusing(A, B, operands, D):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(ways, "torch_op", lambda binding, arch: TorchOp("torch.refusing", refusing))
+    entry = tune.measured(bound_call(), CONFIGS, recorder=FakeRecorder(device, {"torch": 10.0}))
+    assert "NOT_SUPPORTED" in entry.failures[LIBRARY]
+
+
+def test_a_call_of_the_bucket_that_torch_does_not_take_runs_otherwise(device, monkeypatch):
+    torch_doubles(device, monkeypatch)
+    call = bound_call()
+    entry = tune.measured(call, CONFIGS, recorder=FakeRecorder(device, {"torch": 10.0}))
+    assert entry.selection(call.binding, SM90).ways[0] is LIBRARY
+    monkeypatch.setattr(ways, "torch_op", lambda binding, arch: "its bias is misaligned")
+    assert LIBRARY not in entry.selection(call.binding, SM90).ways
 
 
 def test_wrong_failing_and_refused_kernels_cannot_win_and_are_remembered(device, caplog):
@@ -227,7 +271,8 @@ def test_only_failures_select_nothing(device):
 def test_files_survive_a_round_trip_and_damage_is_ignored(device, tmp_path, caplog):
     key = tuned.key_of(bound_call().binding, SM90)
     config = GemmConfig("sm90", (128, 192, 64), (2, 1), "pingpong", (64, 64), swizzle=8, raster="N")
-    entry = Entry.of(64, (Measured(Fused(config), 12.5), Measured(SPLIT, None, "out of luck")))
+    rows = (Measured(Fused(config), 12.5), Measured(LIBRARY, 14.0), Measured(SPLIT, None, "out of luck"))
+    entry = Entry.of(64, rows)
     tuned.put(key, entry)
     (path,) = (tmp_path / "tuned").glob("*.json")
     tuned.forget()
