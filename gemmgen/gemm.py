@@ -36,7 +36,7 @@ class Gemm:
         mainloop: what makes the accumulator; `gg.Dense()` is `A @ B`.
         config: a kernel to use always; None chooses one per problem.
         compile: "eager" waits for the compilers at the first call; "background" serves the first calls by torch's
-            product and a pointwise kernel, and switches to the fused kernel once it is built.
+            own op or by its product and a pointwise kernel, and switches to the fused kernel once it is built.
         tune: "cached" uses what `tune` has measured, "first-call" measures what nobody has, "off" does neither.
         save: what a forward keeps for its backward: "auto" the fewest bytes that need no second GEMM, "recompute"
             nothing beyond the inputs.
