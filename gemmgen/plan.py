@@ -269,9 +269,13 @@ def run(
         matrices: A and B; None for a plan that was bound without them.
         outs: written into where given.
     """
+    if plan.torch_call is not None and matrices is not None:
+        (D,) = outs or _allocated(plan, device)
+        plan.torch_call(*matrices, operands, D)
+        return [D]
     stream = stream_of(device.index)
     if outs is None:
-        results = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in plan.stores]
+        results = _allocated(plan, device)
         args, words = _spare(plan)
     else:
         results = list(outs)
@@ -285,8 +289,6 @@ def run(
         accum = _multiplied(plan, matrices, device)
         words[_A_WORD] = 0 if accum is None else accum.data_ptr()
         plan.module.launch("gemmgen_pointwise", plan.grid, (pointwise.THREADS, 1, 1), [args], stream)
-    elif plan.torch_call is not None and matrices is not None:
-        plan.torch_call(*matrices, operands, results[0])
     if plan.finishes:
         for finish, partial in zip(plan.finishes, partials, strict=True):
             _finish(finish, partial, results[finish.result], stream)
@@ -294,6 +296,10 @@ def run(
         plan.spare.append((args, words))
     del keep
     return results
+
+
+def _allocated(plan: Plan, device: torch.device) -> list[Tensor]:
+    return [torch.empty(store.shape, dtype=store.dtype, device=device) for store in plan.stores]
 
 
 def _spare(plan: Plan) -> tuple[jit.Args, Words]:

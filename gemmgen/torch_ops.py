@@ -55,13 +55,15 @@ class TorchProduct:
     def bound(self, binding: Binding) -> Product:
         """`product(A, B, accum)` for calls that are read as `binding` says, with accum `[M, N]` or `[L, M, N]`."""
 
-        def multiply(A: Tensor, B: Tensor, accum: Tensor) -> None:
-            if binding.signature.a.dtype in EIGHT_BIT:  # only those with K contiguous
-                A = laid_out(A, binding.a, -1)
-                B = laid_out(B, binding.b, -2).mT if binding.b.copied else B
-            _multiply(self.one, self.many, A, B, accum)
+        multiply = functools.partial(_multiply, self.one, self.many)
+        if binding.signature.a.dtype not in EIGHT_BIT:
+            return multiply
 
-        return multiply
+        def with_contiguous_k(A: Tensor, B: Tensor, accum: Tensor) -> None:
+            B = laid_out(B, binding.b, -2).mT if binding.b.copied else B
+            multiply(laid_out(A, binding.a, -1), B, accum)
+
+        return with_contiguous_k
 
 
 def _multiply(one: Product, many: Product | None, A: Tensor, B: Tensor, accum: Tensor) -> None:
@@ -105,11 +107,11 @@ def _bmm_widened(A: Tensor, B: Tensor, accum: Tensor) -> None:
 
 
 def _mm(A: Tensor, B: Tensor, accum: Tensor) -> None:
-    _aten.mm.out(A, B, out=accum)
+    torch.mm(A, B, out=accum)
 
 
 def _bmm(A: Tensor, B: Tensor, accum: Tensor) -> None:
-    _aten.bmm.out(A, B, out=accum)
+    torch.bmm(A, B, out=accum)
 
 
 def _int_mm(A: Tensor, B: Tensor, accum: Tensor) -> None:
@@ -289,7 +291,7 @@ def _factors(node: Node) -> Sequence[Node]:
 def _plain(product: TorchProduct, binding: Binding) -> TorchOp | str:
     """accum alone, rounded to the result's dtype."""
     a, stored = binding.signature.a.dtype, binding.dtypes[0]
-    if stored is a:
+    if stored is a and a is not DType.I8:
         product = replace(product, one=_mm, many=_bmm)
     elif stored is not binding.graph.accum:
         return f"torch multiplies {a.text} into no {stored.text}"
@@ -321,16 +323,16 @@ def _biased(form: _Form, bias: str, binding: Binding) -> TorchOp | str:
 
 
 def _addmm(bias: Tensor, A: Tensor, B: Tensor, D: Tensor) -> object:
-    return _aten.addmm.out(bias, A, B, out=D)
+    return torch.addmm(bias, A, B, out=D)
 
 
 def _addmm_relu(bias: Tensor, A: Tensor, B: Tensor, D: Tensor) -> object:
     """Not cuBLASLt's own ReLU, which makes 0 of NaN. relu of what is rounded is what is rounded of relu."""
-    return _aten.addmm.out(bias, A, B, out=D).relu_()
+    return torch.addmm(bias, A, B, out=D).relu_()
 
 
 def _addmm_gelu_tanh(bias: Tensor, A: Tensor, B: Tensor, D: Tensor) -> object:
-    return _aten._addmm_activation.out(bias, A, B, use_gelu=True, out=D)  # its GELU is the tanh form
+    return torch._addmm_activation(bias, A, B, use_gelu=True, out=D)  # its GELU is the tanh form
 
 
 _BIASED: Mapping[str | None, tuple[str, Callable[[Tensor, Tensor, Tensor, Tensor], object], int]] = {

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import background, runtime
+from gemmgen import background, runtime, ways
 from gemmgen.runtime import Options, Runner
+from gemmgen.torch_ops import TorchOp
 from gemmgen.ways import SPLIT, Split
 from tests.unit import fake_device
 from tests.unit.fake_device import call_of, doubled
@@ -133,6 +134,29 @@ def test_nothing_is_switched_inside_a_capture(device, runner, monkeypatch):
     monkeypatch.setattr(runtime, "is_capturing", lambda: False)
     runner(A, B, operands)
     assert device.ran[-1] == device.built[0]
+
+
+def test_torchs_op_serves_before_split_does(device, runner, monkeypatch):
+    def compute(A, B, operands, D):
+        device.ran.append("torch")
+        D.copy_(expected(A, B, **operands))
+
+    monkeypatch.setattr(ways, "torch_op", lambda binding, arch: TorchOp("torch.doubled", compute))
+    monkeypatch.setattr(ways.choose, "estimate_library_us", lambda *_: 1e6)
+    A, B, operands = call_of()
+    device.gate.clear()
+    (D,) = runner(A, B, operands)
+    assert torch.equal(D, expected(A, B, **operands))
+    assert device.ran == ["torch"]
+    device.gate.set()
+    until(lambda: is_done(runner))
+    runner(A, B, operands)
+    assert device.ran[1:] == device.built
+    monkeypatch.setattr(ways.choose, "estimate_library_us", lambda *_: 1e-6)
+    A, B, operands = call_of(96)
+    runner(A, B, operands)
+    assert device.ran[2:] == ["torch"], "what is chosen needs no build"
+    assert not runner._pending
 
 
 def test_where_split_cannot_serve_the_call_waits(device, runner, monkeypatch):

@@ -145,6 +145,8 @@ def test_int8_gives_int32():
     A, B = matrices(dtype=torch.int8)
     assert torch.equal(result(plain_i32, A, B), (A.double() @ B.double()).to(torch.int32))
     assert op_of(plain_i32, A, B) == "torch._int_mm"
+    for narrow in (None, torch.int8):
+        assert "torch multiplies i8 into no" in LIBRARY.reject_reason(bound(plain, A, B, out_dtype=narrow), ARCH)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (1,)], ids=str)
