@@ -37,15 +37,16 @@ HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
 
-# Constants below were fitted on bench/results/epilogue-h200-{llama,headline}.jsonl.
+# The constants from here on were fitted on bench/results/epilogue-h200-{llama,headline}.jsonl.
 
-# With few rows a CTA waits for its share of B more than the rest of the model knows: measured over estimated time is
-# 2.0 (1.4 to 2.2) at M of 1 and 16, 1.3 at 128, 1.15 at 512, 1.05 from 2048 on, in every dtype.
-WAIT_OF_FEW_ROWS = 3.3  # times M ** -0.5, beside 1
-WAIT_LEAST_ROWS = 13
+# By how much a fused kernel takes longer than its estimate, where cuBLAS hardly does: 1.15 times up to M of 512, less
+# from there on, as far as kernels have been measured there.
+SHORTFALL = 3.3  # times M ** -0.5
+SHORTFALL_LEAST_ROWS = 512
 
 # torch's product and the pointwise kernel
-PRODUCT_WAIT_OF_FEW_ROWS = 5.0  # of its 8-bit products; with 16 bits it splits K, and does not wait
+PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
+PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
 PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
@@ -254,13 +255,12 @@ def _sm80_probe() -> GemmConfig:
 
 def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int) -> float:
     """The model's time of one kernel, in microseconds."""
-    cycles = _cycles(signature, extents, config, sm_count, _rate(signature, config))
-    return cycles * _waiting(extents, WAIT_OF_FEW_ROWS) / (CLOCK_GHZ * 1e3)
+    return _cycles(signature, extents, config, sm_count, _rate(signature, config)) / (CLOCK_GHZ * 1e3)
 
 
-def _waiting(extents: Extents, of_few_rows: float) -> float:
-    """How many times longer a product takes as its CTAs wait for B; the same for every config."""
-    return 1 + of_few_rows / math.sqrt(max(extents.M, WAIT_LEAST_ROWS))
+def beside_other_ways_us(estimate_us: float, extents: Extents) -> float:
+    """The estimate of a fused kernel as it compares with those of ways that torch multiplies in."""
+    return estimate_us * (1 + SHORTFALL / math.sqrt(max(extents.M, SHORTFALL_LEAST_ROWS)))
 
 
 def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count: int, macs_per_clock: float) -> float:
@@ -374,6 +374,9 @@ PRODUCT_CONFIGS = tuple(
 )
 
 
+LIBRARY_CONFIGS = (*SM90_CANDIDATES, *SWAPPED_CANDIDATES, *SM90_FURTHER, *PRODUCT_CONFIGS)  # as good as ours at least
+
+
 def estimate_split_us(signature: Signature, extents: Extents, sm_count: int) -> float:
     """The model's time of torch's product into a wide accumulator in memory, and of the pointwise kernel over it."""
     bare = replace(signature, inputs=(), outputs=(Output(Kind.TILE, signature.accum),))
@@ -389,7 +392,7 @@ def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, p
     Args:
         passes: over the result in place, behind it.
     """
-    cycles = _product_cycles(signature, extents, sm_count, (*SM90_CANDIDATES, *SM90_FURTHER, *PRODUCT_CONFIGS))
+    cycles = _product_cycles(signature, extents, sm_count, LIBRARY_CONFIGS)
     elements = extents.M * extents.N * extents.L
     if signature.inputs and signature.a.dtype not in FP8:  # scales are part of the fp8 product
         cycles += elements / PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK
@@ -403,8 +406,9 @@ def _product_cycles(signature: Signature, extents: Extents, sm_count: int, confi
         _cycles(signature, extents, config, sm_count, _product_rate(signature, config))
         for config in (_scaled_k(config, signature) for config in configs)
     )
-    is_narrow = signature.a.dtype.bytes == 1
-    return cycles * (_waiting(extents, PRODUCT_WAIT_OF_FEW_ROWS) if is_narrow else 1.0)
+    if signature.a.dtype.bytes > 1:
+        return cycles
+    return cycles * (1 + PRODUCT_WAIT / math.sqrt(max(extents.M, PRODUCT_WAIT_LEAST_ROWS)))
 
 
 def _product_rate(signature: Signature, config: GemmConfig) -> float:

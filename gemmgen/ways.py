@@ -43,7 +43,8 @@ class Fused:
 
     def estimate_us(self, binding: Binding, extents: Extents, target: Target) -> float:
         """The model's time for a call like that of `binding` with these extents, in microseconds."""
-        return choose.estimate_us(binding.signature, extents, self.config, target.sm_count)
+        estimate_us = choose.estimate_us(binding.signature, extents, self.config, target.sm_count)
+        return choose.beside_other_ways_us(estimate_us, extents)
 
     def fitted_to(self, extents: Extents) -> Fused:
         """This way for another M: with a swizzle that pads its grid no further."""
@@ -199,9 +200,8 @@ class Selection:
     notes: tuple[str, ...] = ()
 
 
-# How many times faster than the best fused kernel the model must call a way before it is chosen unmeasured. Split's
-# gains and loses least on the files that the model was fitted on, with cuBLAS and eager tails for the split way.
-MARGIN: dict[Way, float] = {LIBRARY: 1.0, SPLIT: 1.1}
+# how many times faster than the best fused kernel the model must call a way before it is chosen unmeasured
+MARGIN: dict[Way, float] = {LIBRARY: 1.0, SPLIT: 1.25}
 
 
 def select(binding: Binding, target: Target, config: GemmConfig | None = None) -> Selection:
@@ -216,7 +216,7 @@ def select(binding: Binding, target: Target, config: GemmConfig | None = None) -
     if config is not None:
         return Selection((Fused(config),), "the config given to Gemm", ())
     ranked = choose.ranked(binding.signature, binding.extents, target.arch, target.sm_count)
-    fused = [Timed(Fused(choice.config), choice.time_us) for choice in ranked]
+    fused = [Timed(Fused(c.config), choose.beside_other_ways_us(c.time_us, binding.extents)) for c in ranked]
     unfused, notes = _unfused(binding, target)
     ahead = [timed for timed in unfused if timed.time_us * MARGIN[timed.way] < fused[0].time_us]
     behind = [timed for timed in unfused if timed not in ahead]
