@@ -37,21 +37,21 @@ HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
 
+# torch's product and the pointwise kernel
+PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
+PRODUCT_SIMT_MACS_PER_CLOCK = 110
+TMA_BYTES = 16
+
 # The constants from here on were fitted on bench/results/epilogue-h200-{llama,headline}.jsonl.
 
 # By how much a fused kernel takes longer than its estimate, where cuBLAS hardly does: 1.15 times up to M of 512, less
 # from there on, as far as kernels have been measured there.
 SHORTFALL = 3.3  # times M ** -0.5
 SHORTFALL_LEAST_ROWS = 512
-
-# torch's product and the pointwise kernel
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
-PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
-PRODUCT_SIMT_MACS_PER_CLOCK = 110
-TMA_BYTES = 16
 
 Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
 REJECT: dict[str, Rejector] = {
