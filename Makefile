@@ -5,13 +5,17 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: bench test golden readme clean
+.PHONY: bench test sanitize golden readme clean
 
 bench: $(VENV)/installed
 	$(BIN)/python -m bench $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)
+
+# compute-sanitizer over one small call per path; says so where there is no GPU
+sanitize: $(VENV)/installed
+	$(BIN)/python -m tests.sanitize $(ARGS)
 
 golden: $(VENV)/installed
 	$(BIN)/python -m pytest tests/unit/test_golden.py --update-golden

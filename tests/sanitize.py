@@ -1,0 +1,100 @@
+"""compute-sanitizer over `tests.smoke`: memcheck, racecheck, initcheck. `make sanitize` runs it.
+
+    python -m tests.sanitize [--out bench/results/sanitize-DEVICE.txt]
+
+The exit status is 0 if every tool finds nothing, and where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.environment import REPOSITORY, describe
+
+TOOLS = {
+    "memcheck": ["--leak-check", "no"],
+    "racecheck": ["--racecheck-report", "all"],
+    "initcheck": [],
+}
+SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
+CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
+PROGRAM = (sys.executable, "-m", "tests.smoke")
+# each tensor its own allocation, so that an access beyond it is one that memcheck sees
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def sanitizer() -> Path | None:
+    """compute-sanitizer on PATH or in a CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME", ""), *map(str, sorted(Path("/usr/local").glob("cuda*"), reverse=True))]
+    folders = [f"{home}/{part}" for home in homes for part in ("bin", "compute-sanitizer")]
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
+    return Path(found) if found else None
+
+
+def run(command: Sequence[str]) -> tuple[int, str, float]:
+    """Exit status, output, seconds."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT}, check=False
+    )
+    return done.returncode, done.stdout + done.stderr, time.perf_counter() - started
+
+
+def report(tool: Path) -> tuple[str, bool]:
+    """The text of the log, and whether everything is clean."""
+    version = run([str(tool), "--version"])[1].strip().splitlines()
+    facts = describe()
+    lines = [
+        f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, gemmgen {facts['commit']}",
+        *(line for line in version if "ersion" in line),
+    ]
+    is_clean = True
+    for name, options in TOOLS.items():
+        command = [str(tool), "--tool", name, *options, *PROGRAM]
+        status, output, seconds = run(command)
+        found = [line.strip() for line in output.splitlines() if SUMMARY.search(line)]
+        clean = status == 0 and any(CLEAN.search(line) for line in found)
+        is_clean &= clean
+        printed = " ".join([tool.name, "--tool", name, *options, "python", *PROGRAM[1:]])
+        verdict = "clean" if clean else "NOT CLEAN"
+        lines += ["", f"$ {printed}", *found, f"{verdict}, exit status {status}, {seconds:.0f} s"]
+        if not clean:
+            lines += ["", *output.splitlines()[:200]]
+    return "\n".join(lines) + "\n", is_clean
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here: nothing to sanitize")
+        return 0
+    tool = sanitizer()
+    if tool is None:
+        print("compute-sanitizer is neither on PATH nor in a toolkit\n  Install it with CUDA, or set CUDA_HOME.")
+        return 1
+    status, output, _ = run(PROGRAM)  # builds what is missing, and must be right before anything is measured
+    if status != 0:
+        print(output)
+        return 1
+    text, is_clean = report(tool)
+    device = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
+    out = options.out or REPOSITORY / f"bench/results/sanitize-{device}.txt"
+    out.write_text(text)
+    print(text, f"written to {out}", sep="")
+    return 0 if is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

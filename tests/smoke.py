@@ -1,0 +1,81 @@
+"""One small call on each path, forward and backward, checked: what `make sanitize` runs under compute-sanitizer.
+
+    python -m tests.smoke
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+import gemmgen as gg
+from tests.gpu.test_contract import PATHS, Path
+from tests.gpu.test_fused import kitchen
+from tests.oracle import integers, listed
+
+EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
+
+
+def paths() -> dict[str, Path]:
+    """Those that can run here."""
+    has_gpu = torch.cuda.is_available()
+    return {name: path for name, path in PATHS.items() if (name != "cpu") == has_gpu}
+
+
+def _on_cpu(operands: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in operands.items()}
+
+
+def _fault(op: gg.Gemm, A: Tensor, B: Tensor, operands: Mapping[str, Tensor | float], results: object) -> str:
+    """What differs from the float64 answer, computed on the CPU so that no other kernel runs; else nothing."""
+    wants = listed(op.reference(A.cpu(), B.cpu(), **_on_cpu(operands)))
+    pairs = zip(op._result_names, map(torch.Tensor.cpu, listed(results)), wants, strict=True)
+    return ", ".join(name for name, got, want in pairs if not torch.equal(got, want.to(got.dtype)))
+
+
+def _forward(path: Path, dtype: torch.dtype = torch.bfloat16) -> str:
+    op, (A, B, operands) = path.gemm(kitchen), path.problem(torch.bfloat16)
+    A, B = A.to(dtype), B.mT.to(dtype).mT
+    return _fault(op, A, B, operands, path.call(op, A, B, **operands))
+
+
+def _backward(path: Path) -> str:
+    op, (A, B, operands) = path.gemm(kitchen), path.problem()
+    cotangent = integers(*path.lead, path.M, path.N, dtype=torch.bfloat16, device=path.device)
+
+    def gradients(given: Mapping[str, Tensor | float], cotangent: Tensor) -> list[Tensor]:
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+        named = {**given, **leaves}
+        results = op(named.pop("A"), named.pop("B"), **named)  # type: ignore[arg-type]
+        assert isinstance(results, dict)
+        return list(torch.autograd.grad(results["D"], list(leaves.values()), cotangent))
+
+    given = {"A": A, "B": B, **operands}
+    pairs = zip(gradients(given, cotangent), gradients(_on_cpu(given), cotangent.cpu()), strict=True)
+    return ", ".join(f"gradient {i}" for i, (got, want) in enumerate(pairs) if not torch.equal(got.cpu(), want))
+
+
+def faults() -> Iterator[tuple[str, str]]:
+    """(what ran, what of it is wrong or nothing)"""
+    for name, path in paths().items():
+        yield name, _forward(path)
+    for name, path in paths().items():
+        if name in ("cpu", "fused", "fallback"):
+            yield f"{name} backward", _backward(path)
+    for dtype in EIGHT_BIT:
+        yield f"{dtype}", _forward(Path(200, 136, 80, device="cuda" if torch.cuda.is_available() else "cpu"), dtype)
+
+
+def main() -> int:
+    count = 0
+    for name, fault in faults():
+        print(f"{name}: {fault + ' differ' if fault else 'right'}", flush=True)
+        count += bool(fault)
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
