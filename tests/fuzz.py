@@ -1,20 +1,23 @@
 """Random epilogues x shapes x strides x dtypes x values, forward and backward, against the float64 reference.
 
-    python -m tests.fuzz --minutes 5 [--seed 0] [--device cuda]
+    python -m tests.fuzz --minutes 5 [--seed 0] [--device cuda] [--jobs 16]
 
 A failure is printed as a program of at most 15 lines that shows it, and the run goes on; the exit status says whether
-there was one. On a GPU a new combination of dtypes, layouts and operands costs a compilation, so `--skeletons` bounds
-how many of them a run draws from.
+there was one. On a GPU examples run split (a kernel takes NVRTC 0.1 s), on the sm80 fallback, with their backward, and
+on sm90 (a link takes 1 to 3 s). A new combination of dtypes, layouts and operands costs a compilation there, of 5 s and
+of 40 s: `--skeletons` bounds how many of them are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,9 +38,44 @@ BINARY = ("{0} + {1}", "{0} - {1}", "gg.tanh({0}) * {1}", "{0} / (gg.abs({1}) + 
 KINKS = ("clamp", "relu", "abs", "minimum", "maximum", "where", "hardswish")
 OPERANDS = {"row": "gg.Row", "col": "gg.Col", "tile": "gg.Tile", "scalar": "gg.Scalar"}
 EXTENTS = (1, 2, 7, 8, 16, 31, 45, 64, 72, 96, 130, 136)
+ODD, ALIGNED = (7, 31, 45, 77, 131), (8, 16, 64, 72, 96, 136, 264)  # one alignment each, and so one skeleton
 REDUCED = ("gg.sum({0}, over='M')", "gg.sum({0}, over='N')", "gg.sum({0}, over='MN')", "gg.amax({0}, over='N')",
            "gg.max({0}, over='M')", "gg.min({0}, over='N')")  # fmt: skip
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38, -3e38)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way to run examples.
+
+    Attributes:
+        imports, call, config: text of the program: what `call` needs, the call, and `Gemm`'s config.
+        extents: those to draw from.
+        skeletons: as many combinations of what decides a skeleton at most.
+        is_loose: whether strides and alignments may vary from example to example.
+    """
+
+    imports: str = "import torch, gemmgen as gg"
+    call: str = "op(A, B, **operands)"
+    config: str = ""
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    extents: tuple[int, ...] = EXTENTS
+    skeletons: int = 1 << 30
+    is_loose: bool = True
+    has_backward: bool = True
+
+
+SM90 = 'gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative")'
+SM80 = 'gg.GemmConfig("sm80", (64, 64, 32), kernel_schedule="multistage", stages=2, warp_shape=(32, 32, 32))'
+SIXTEEN_BITS = ("bfloat16", "float16")
+ON_CPU = {Path(dtypes=("bfloat16", "float16", "float32", "float64")): 1.0}
+WITH_SPLIT = "import torch, gemmgen as gg; from tests.gpu.test_ways import split"
+SPLIT = Path(WITH_SPLIT, "split(op, A, B, operands)", has_backward=False)
+ON_CUDA = {  # and how often
+    SPLIT: 0.5,
+    Path(config=SM80, dtypes=SIXTEEN_BITS, extents=ODD, is_loose=False): 0.35,
+    Path(config=SM90, dtypes=SIXTEEN_BITS, extents=ALIGNED, skeletons=4, is_loose=False, has_backward=False): 0.15,
+}
 
 
 @dataclass(frozen=True)
@@ -48,26 +86,30 @@ class Example:
     inputs: str
     is_special: bool
     is_differentiable: bool
+    path: Path = field(default_factory=Path)
 
     @property
     def program(self) -> str:
-        call = "print(op(A, B, **operands), op.reference(A, B, **operands), sep='\\n')"
-        return f"import torch, gemmgen as gg\n{self.epilogue}\nop = gg.Gemm(f)\n{self.inputs}\n{call}"
+        config = f", config={self.path.config}" if self.path.config else ""
+        call = f"print({self.path.call}, op.reference(A, B, **operands), sep='\\n')"
+        return f"{self.path.imports}\n{self.epilogue}\nop = gg.Gemm(f{config})\n{self.inputs}\n{call}"
 
 
 def example(choose: random.Random, device: str, skeletons: int) -> Example:
-    kinds = random.Random(choose.randrange(skeletons))  # what decides the skeleton
+    paths = ON_CPU if device == "cpu" else ON_CUDA
+    (path,) = choose.choices(list(paths), list(paths.values()))
+    kinds = random.Random(choose.randrange(min(skeletons, path.skeletons)))  # what decides the skeleton
     names = sorted(kinds.sample(sorted(OPERANDS), kinds.randint(1, 3)))
-    dtype = kinds.choice(["bfloat16", "float16", "float32"] + ["float64"] * (device == "cpu"))
+    dtype = kinds.choice(path.dtypes)
     layout = kinds.choice(["nn", "nt", "tn", "tt"])
     reduced = kinds.choice([None, *REDUCED])
-    M, N, K = (choose.choice(EXTENTS) for _ in range(3))
+    M, N, K = (choose.choice(path.extents) for _ in range(3))
     is_special = choose.random() < 0.2
-    inputs = _inputs(choose, names, (M, N, K), dtype, layout, device, is_special)
+    inputs = _inputs(choose, choose if path.is_loose else kinds, names, (M, N, K), dtype, layout, device, is_special)
     epilogue = _epilogue(choose, names, reduced)
     # a saved value that is rounded to 16 bits may fall on the other side of a kink than float64's, as in eager torch
     is_smooth = dtype in ("float32", "float64") or not any(word in epilogue for word in KINKS)
-    return Example(epilogue, inputs, is_special, is_smooth and not is_special)
+    return Example(epilogue, inputs, is_special, is_smooth and not is_special and path.has_backward, path)
 
 
 def _epilogue(choose: random.Random, names: list[str], reduced: str | None) -> str:
@@ -83,8 +125,8 @@ def _epilogue(choose: random.Random, names: list[str], reduced: str | None) -> s
 
 
 def _inputs(
-    choose: random.Random, names: list[str], extents: tuple[int, int, int], dtype: str, layout: str, device: str,
-    is_special: bool,
+    choose: random.Random, strides: random.Random, names: list[str], extents: tuple[int, int, int], dtype: str,
+    layout: str, device: str, is_special: bool,
 ) -> str:  # fmt: skip
     M, N, K = extents
     shapes = {"row": (N,), "col": (M,), "tile": (M, N), "scalar": ()}
@@ -95,7 +137,7 @@ def _inputs(
     def matrix(rows: int, columns: int, order: str) -> str:
         if order == "t":
             return f"{drawn(columns, rows)}.t()"
-        if choose.random() < 0.3:  # padded rows, and a start that is not aligned
+        if strides is choose and choose.random() < 0.3:  # padded rows, and a start that is not aligned
             return f"{drawn(rows, columns + 3)}[:, 1:{columns + 1}]"
         return drawn(rows, columns)
 
@@ -104,8 +146,8 @@ def _inputs(
             values = ", ".join(f"float('{choose.choice(SPECIAL)}')" for _ in range(8))
             repeated = f"torch.tensor([{values}], device='{device}').repeat({M * N})[:{M * N}]"
             return f"{repeated}.view({M}, {N}).to(torch.{dtype})"
-        if name == "tile" and choose.random() < 0.3:
-            return choose.choice([f"{drawn(N)}.expand({M}, {N})", f"{drawn(N, M)}.t()"])
+        if name == "tile" and strides.random() < 0.3:
+            return strides.choice([f"{drawn(N)}.expand({M}, {N})", f"{drawn(N, M)}.t()"])
         return drawn(*shapes[name])
 
     lines = [f"g = torch.Generator('{device}').manual_seed({choose.randrange(1 << 30)})",
@@ -120,15 +162,17 @@ def fault(example: Example) -> str | None:
     exec(compile(example.program.rpartition("\n")[0], "<fuzz>", "exec"), scope)
     op, A, B, operands = (scope[name] for name in ("op", "A", "B", "operands"))
     try:
-        return _forward_fault(op, A, B, operands, example.is_special) or (
+        got = listed(eval(example.path.call, scope))
+        return _forward_fault(op, got, A, B, operands, example.is_special) or (
             _backward_fault(op, A, B, operands) if example.is_differentiable else None
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _forward_fault(op: gg.Gemm, A: Tensor, B: Tensor, operands: dict[str, Tensor], is_special: bool) -> str | None:
-    got = listed(op(A, B, **operands))
+def _forward_fault(
+    op: gg.Gemm, got: list[Tensor], A: Tensor, B: Tensor, operands: dict[str, Tensor], is_special: bool
+) -> str | None:
     if is_special:  # what fp32 overflows to, float64 does not: the CPU implementation is the measure
         want = listed(op(A.cpu(), B.cpu(), **{name: value.cpu() for name, value in operands.items()}))
         differs = [not torch.equal(g.cpu().isnan(), w.isnan()) for g, w in zip(got, want, strict=True)]
@@ -160,21 +204,31 @@ def _compared(got: list[Tensor], want: list[Tensor], limit: float, what: str) ->
     return None
 
 
+def search(seed: str, device: str, skeletons: int, seconds: float) -> tuple[int, int]:
+    """Draw examples for so long; how many there were, and how many have a fault. Prints those."""
+    choose, deadline, count, faults = random.Random(seed), time.monotonic() + seconds, 0, 0
+    while time.monotonic() < deadline:
+        drawn = example(choose, device, skeletons)
+        count += 1
+        if reason := fault(drawn):
+            faults += 1
+            print(f"# {reason}\n{drawn.program}\n", flush=True)
+    return count, faults
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--skeletons", type=int, default=24, help="combinations of dtypes, layouts and operands")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that draw examples")
     options = parser.parse_args()
-    choose, deadline, count, faults = random.Random(options.seed), time.monotonic() + 60 * options.minutes, 0, 0
-    while time.monotonic() < deadline:
-        drawn = example(choose, options.device, options.skeletons)
-        count += 1
-        if reason := fault(drawn):
-            faults += 1
-            print(f"# {reason}\n{drawn.program}\n", flush=True)
-    print(f"{count} examples on {options.device}, {faults} faults")
+    with multiprocessing.get_context("spawn").Pool(options.jobs, torch.set_num_threads, (1,)) as pool:
+        shared = options.device, options.skeletons, 60 * options.minutes
+        found = pool.starmap(search, [(f"{options.seed} {job}", *shared) for job in range(options.jobs)], chunksize=1)
+    count, faults = (sum(column) for column in zip(*found, strict=True))
+    print(f"{count} examples on {options.device} in {options.jobs} processes, {faults} faults")
     return 1 if faults else 0
 
 
