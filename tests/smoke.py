@@ -36,10 +36,16 @@ def _fault(op: gg.Gemm, A: Tensor, B: Tensor, operands: Mapping[str, Tensor | fl
     return ", ".join(name for name, got, want in pairs if not torch.equal(got, want.to(got.dtype)))
 
 
-def _forward(path: Path, dtype: torch.dtype = torch.bfloat16) -> str:
-    op, (A, B, operands) = path.gemm(kitchen), path.problem(torch.bfloat16)
-    A, B = A.to(dtype), B.mT.to(dtype).mT
+def _forward(path: Path) -> str:
+    op, (A, B, operands) = path.gemm(kitchen), path.problem()
     return _fault(op, A, B, operands, path.call(op, A, B, **operands))
+
+
+def _eight_bits(dtype: torch.dtype) -> str:
+    path = Path(200, 136, 72, device="cuda" if torch.cuda.is_available() else "cpu")
+    op, (A, B, operands) = path.gemm(kitchen), path.problem(torch.float32)
+    A, B = A.to(dtype), B.mT.to(dtype).mT
+    return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
 
 
 def _backward(path: Path) -> str:
@@ -66,7 +72,7 @@ def faults() -> Iterator[tuple[str, str]]:
         if name in ("cpu", "fused", "fallback"):
             yield f"{name} backward", _backward(path)
     for dtype in EIGHT_BIT:
-        yield f"{dtype}", _forward(Path(200, 136, 80, device="cuda" if torch.cuda.is_available() else "cpu"), dtype)
+        yield f"{dtype}", _eight_bits(dtype)
 
 
 def main() -> int:
