@@ -1,4 +1,4 @@
-"""The contract on every path: fused sm90, the sm80 fallback, split, split-K, batched, pointwise; and on the CPU."""
+"""The contract on every path: fused sm90, batched, both split-K, swapped, the sm80 fallback, split, pointwise, CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import gemmgen as gg
-from tests.gpu.test_fused import CUDA, assert_exact, kitchen, matrices, operands_of
+from tests.gpu.test_fused import CUDA, assert_exact, cluster_split, kitchen, matrices, operands_of, swapped
 from tests.gpu.test_ways import split
 from tests.oracle import integers, listed
 
@@ -60,6 +60,8 @@ PATHS = {
     "fused": Path(200, 272, 72, config=SM90),
     "batched": Path(136, 272, 72, lead=(3,), config=SM90),
     "split-k": Path(200, 272, 264, config=STREAM_K),
+    "swapped": Path(17, 272, 264, config=swapped((64, 16, 128))),
+    "cluster-split": Path(17, 272, 264, config=cluster_split((64, 16, 128), 2)),
     "fallback": Path(77, 131, 45),
     "split": Path(200, 272, 72, is_split=True),
     "pointwise": Path(200, 272, 0),
@@ -80,10 +82,11 @@ def test_the_paths_are_what_they_are_called():
 
     found = {name: plan_of(path) for name, path in PATHS.items() if name not in ("cpu", "split")}
     assert {name: plan.way for name, plan in found.items()} == {
-        "fused": "fused", "batched": "fused", "split-k": "fused", "fallback": "fused", "pointwise": "pointwise",
-    }  # fmt: skip
+        **dict.fromkeys(("fused", "batched", "split-k", "swapped", "cluster-split", "fallback"), "fused"),
+        "pointwise": "pointwise",
+    }
     assert found["fallback"].config.family == "sm80" and found["fused"].config == SM90
-    assert found["split-k"].config.split_k == 2
+    assert found["split-k"].config.split_k == 2 and found["swapped"].config.swapped
 
 
 # Numerics. One epilogue of many functions, chosen by a Col, so that each path compiles one kernel for all.
