@@ -26,13 +26,13 @@ def import_beyond_torch(arch: str) -> dict[str, list[float]]:
 
 def cold(arch: str) -> dict[str, list[float]]:
     """One kernel with an empty cache, then new epilogues with the same operands."""
-    first, *others = (lambda op=op: _build(op, arch) for op in _epilogues())
+    first, *others = (lambda op=op: _build(op, arch) for op in map(_op, range(len(ACTIVATIONS))))
     return {"cold_skeleton": [seconds(first)], "new_epilogue": [seconds(build) for build in others]}
 
 
 def find(arch: str) -> dict[str, list[float]]:
     """Finding a kernel in the cache by its inputs, ahead of time, as `op.build` does."""
-    op = _epilogues()[0]
+    op = _op()
     return {"find_in_cache": [seconds(lambda: _build(op, arch))]}
 
 
@@ -49,25 +49,25 @@ def first_call(arch: str) -> dict[str, list[float]]:
     torch.cuda.synchronize()
 
     def first_answer() -> None:
-        inputs.bind(_epilogues()[0])()
+        inputs.bind(_op())()
         torch.cuda.synchronize()
 
     return {"first_call": [seconds(first_answer)]}
 
 
-def _epilogues() -> list[Callable[..., object]]:
-    """Ops with one `Row` operand and one output: they differ in their arithmetic alone."""
+ACTIVATIONS = ("gelu_tanh", "silu", "relu", "gelu", "quick_gelu")
+
+
+def _op(index: int = 0) -> Callable[..., object]:
+    """One of the ops with one `Row` operand and one output: they differ in their arithmetic alone."""
     import gemmgen as gg
 
-    activations = (gg.gelu_tanh, gg.silu, gg.relu, gg.gelu, gg.quick_gelu)
+    activation = getattr(gg, ACTIVATIONS[index])
 
-    def with_bias(activation: Callable[[object], object]) -> gg.Gemm:
-        def bias_activation(accum, bias: gg.Row):  # type: ignore[no-untyped-def]
-            return activation(accum + bias)
+    def bias_activation(accum, bias: gg.Row):  # type: ignore[no-untyped-def]
+        return activation(accum + bias)
 
-        return gg.Gemm(gg.epilogue(bias_activation))
-
-    return [with_bias(activation) for activation in activations]
+    return gg.Gemm(gg.epilogue(bias_activation))
 
 
 def _shape() -> object:
