@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_LOADS = 16
 MAX_DIMS = 3
 # c10::ScalarType, whose values torch never changes
