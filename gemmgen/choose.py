@@ -47,6 +47,9 @@ TMA_BYTES = 16
 # By how much a fused kernel takes longer than its estimate, where cuBLAS hardly does: 1.15 times up to M of 512, less
 # from there on, as far as kernels have been measured there.
 SHORTFALL = 3.3  # times M ** -0.5
+# kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.jsonl
+SWAPPED_AT_ONE_ROW = 0.96
+SWAPPED_PER_ROW = 0.001
 SHORTFALL_LEAST_ROWS = 512
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
@@ -258,8 +261,10 @@ def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_c
     return _cycles(signature, extents, config, sm_count, _rate(signature, config)) / (CLOCK_GHZ * 1e3)
 
 
-def beside_other_ways_us(estimate_us: float, extents: Extents) -> float:
+def beside_other_ways_us(estimate_us: float, config: GemmConfig, extents: Extents) -> float:
     """The estimate of a fused kernel as it compares with those of ways that torch multiplies in."""
+    if config.swapped:
+        return estimate_us * (SWAPPED_AT_ONE_ROW + SWAPPED_PER_ROW * extents.M)
     return estimate_us * (1 + SHORTFALL / math.sqrt(max(extents.M, SHORTFALL_LEAST_ROWS)))
 
 

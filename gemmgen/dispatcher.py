@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABI_VERSION = 2
+# the ops of torch that C++ calls, as its TorchOp numbers them
+TORCH_OPS = {"torch.mm": 1, "torch.addmm": 2, "torch.addmm, then relu_": 3, "torch._addmm_activation": 4}
 MAX_LOADS = 16
 MAX_DIMS = 3
 # c10::ScalarType, whose values torch never changes
@@ -89,6 +91,8 @@ class _Plan(ctypes.Structure):
         ("load_count", c_int32),
         ("finish_count", c_int32),
         ("finish_threads", c_uint32),
+        ("torch_op", c_int32),
+        ("torch_bias", c_int32),
         ("unused", c_int32),
         ("results", _Result * jit.load.MAX_OUTPUTS),
         ("loads", _Load * MAX_LOADS),
@@ -119,6 +123,10 @@ class DispatchedOp:
         return int(self._library.gemmgen_dispatcher_launches(self._handle))
 
     def _mirrored(self, plan: Plan) -> _Plan:
+        if plan.plain_torch_op is not None:
+            name, bias = plan.plain_torch_op
+            at = 2 + self._positions[bias] if bias is not None else 0
+            return _Plan(context=load.current_context(), torch_op=TORCH_OPS[name], torch_bias=at)
         assert plan.kernel is not None
         mirrored = _Plan(
             context=load.current_context(),
@@ -146,12 +154,15 @@ class DispatchedOp:
 
 
 def is_runnable(plan: Plan) -> bool:
-    """Whether C++ can run calls of `plan`: one fused kernel whose operands are read where they are."""
+    """Whether C++ can run calls of `plan`: by a fused kernel whose operands are read where they are, or by torch."""
+    if plan.depends_on_precision:  # torch's tf32 setting is no argument of a call
+        return False
+    if plan.plain_torch_op is not None:
+        return plan.plain_torch_op.name in TORCH_OPS
     return (
         plan.kernel is not None
         and not plan.copies_matrices
         and not any(given.copied for given in plan.loads)
-        and not plan.depends_on_precision  # torch's tf32 setting is no argument of a call
         and len(plan.loads) <= MAX_LOADS
         and all(len(store.shape) <= MAX_DIMS for store in plan.stores)
     )

@@ -39,6 +39,13 @@ _A_WORD = (jit.Args.a.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
 _B_WORD = (jit.Args.b.offset + jit.MatrixArgs.ptr.offset) // _WORD_BYTES
 
 
+class PlainTorchOp(NamedTuple):
+    """An op of torch, such as "torch.addmm", and the operand that it adds to A @ B."""
+
+    name: str
+    bias: str | None
+
+
 class Load(NamedTuple):
     """An operand of the epilogue.
 
@@ -94,6 +101,7 @@ class Plan:
         spare: argument structs of finished calls, to be filled again; a launch has read its own when it returns.
         product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
         torch_call: of a library plan: `torch_call(A, B, operands, D)` writes the only result.
+        plain_torch_op: of a library plan: what makes that result of the tensors as they are given, if one op does.
         args: the argument struct without its pointers.
     """
 
@@ -110,6 +118,7 @@ class Plan:
     grid: tuple[int, int, int] = (1, 1, 1)
     product: Product | None = None
     torch_call: TorchCall | None = None
+    plain_torch_op: PlainTorchOp | None = None
     copies_matrices: bool = False
     spare: list[tuple[jit.Args, Words]] = field(default_factory=list, compare=False, repr=False)
 
@@ -171,9 +180,11 @@ def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None
     )
 
 
-def library_plan(binding: Binding, torch_call: TorchCall) -> Plan:
+def library_plan(binding: Binding, torch_call: TorchCall, plain: PlainTorchOp | None) -> Plan:
     """The plan of a call that an op of torch computes."""
-    return Plan(binding, "library", _filled(binding), (), _stores(binding), torch_call=torch_call)
+    return Plan(
+        binding, "library", _filled(binding), (), _stores(binding), torch_call=torch_call, plain_torch_op=plain
+    )
 
 
 def pointwise_text(binding: EpilogueBinding) -> str:

@@ -196,11 +196,15 @@ class TorchOp:
     Attributes:
         call: `call(A, B, operands, D)` writes D, which is contiguous.
         passes: over D in place, behind the product.
+        bias: the operand that it adds.
+        is_plain: whether `name` alone, of A, B and the bias as they are given, makes D.
     """
 
     name: str
     call: TorchCall
     passes: int = 0
+    bias: str | None = None
+    is_plain: bool = False
 
 
 def torch_op(binding: Binding, arch: Arch) -> TorchOp | str:
@@ -299,6 +303,7 @@ def _plain(product: TorchProduct, binding: Binding) -> TorchOp | str:
     return TorchOp(
         "torch._int_mm" if a is DType.I8 else "torch.mm" if _is_one_product(binding) else "torch.bmm",
         lambda A, B, operands, D: multiply(A, B, D),
+        is_plain=stored is a and not binding.extents.batched,
     )
 
 
@@ -319,7 +324,7 @@ def _biased(form: _Form, bias: str, binding: Binding) -> TorchOp | str:
         row = _vector(operands[bias])
         _multiply(lambda left, right, out: finish(row, left, right, out), None, A, B, D)
 
-    return TorchOp(name, call, passes)
+    return TorchOp(name, call, passes, bias, is_plain=not extents.batched)
 
 
 def _addmm(bias: Tensor, A: Tensor, B: Tensor, D: Tensor) -> object:

@@ -18,7 +18,7 @@ from gemmgen.config import GemmConfig
 from gemmgen.device import Target
 from gemmgen.errors import CompileError, IllegalConfig
 from gemmgen.jit.build import BuiltKernel
-from gemmgen.plan import Plan, fused_plan, library_plan, pointwise_plan
+from gemmgen.plan import PlainTorchOp, Plan, fused_plan, library_plan, pointwise_plan
 from gemmgen.problem import Extents
 from gemmgen.source import KernelSource
 from gemmgen.torch_ops import PRODUCTS, TorchOp, torch_op
@@ -44,7 +44,7 @@ class Fused:
     def estimate_us(self, binding: Binding, extents: Extents, target: Target) -> float:
         """The model's time for a call like that of `binding` with these extents, in microseconds."""
         estimate_us = choose.estimate_us(binding.signature, extents, self.config, target.sm_count)
-        return choose.beside_other_ways_us(estimate_us, extents)
+        return choose.beside_other_ways_us(estimate_us, self.config, extents)
 
     def fitted_to(self, extents: Extents) -> Fused:
         """This way for another M: with a swizzle that pads its grid no further."""
@@ -135,7 +135,7 @@ class Library:
         op = torch_op(binding, target.arch)
         if isinstance(op, str):
             raise IllegalConfig(f"no op of torch computes `{binding.graph.name}`: {op}")
-        return library_plan(binding, op.call)
+        return library_plan(binding, op.call, PlainTorchOp(op.name, op.bias) if op.is_plain else None)
 
 
 Way = Fused | Split | Library
@@ -216,7 +216,10 @@ def select(binding: Binding, target: Target, config: GemmConfig | None = None) -
     if config is not None:
         return Selection((Fused(config),), "the config given to Gemm", ())
     ranked = choose.ranked(binding.signature, binding.extents, target.arch, target.sm_count)
-    fused = [Timed(Fused(c.config), choose.beside_other_ways_us(c.time_us, binding.extents)) for c in ranked]
+    fused = [
+        Timed(Fused(c.config), choose.beside_other_ways_us(c.time_us, c.config, binding.extents)) for c in ranked
+    ]
+    fused.sort(key=lambda timed: timed.time_us)
     unfused, notes = _unfused(binding, target)
     ahead = [timed for timed in unfused if timed.time_us * MARGIN[timed.way] < fused[0].time_us]
     behind = [timed for timed in unfused if timed not in ahead]

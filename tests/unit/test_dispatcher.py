@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import dispatcher, jit, pipeline, plan
+from gemmgen import choose, dispatcher, jit, pipeline, plan
 from gemmgen.dtypes import DType
 from gemmgen.errors import LaunchError, OperandError
 from gemmgen.jit import load
@@ -317,6 +317,37 @@ def test_threads(fake):
         list(pool.map(work, range(4)))
     assert op.launches + op.in_python == 240
     assert op.launches > 200
+
+
+TORCHS = {
+    "mm": (lambda accum: accum, lambda A, B, bias: A @ B),
+    "addmm": (lambda accum, bias: accum + bias, lambda A, B, bias: torch.addmm(bias, A, B)),
+    "relu": (lambda accum, bias: gg.relu(accum + bias), lambda A, B, bias: torch.addmm(bias, A, B).relu()),
+    "gelu_tanh": (
+        lambda accum, bias: gg.gelu_tanh(accum + bias),
+        lambda A, B, bias: torch._addmm_activation(bias, A, B, use_gelu=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_ops_are_called_by_cpp(fake, monkeypatch, name):
+    monkeypatch.setattr(choose, "estimate_library_us", lambda *_: 1e-3)
+    function, expected = TORCHS[name]
+    function.__annotations__ = {"bias": gg.Row}
+    op = Op(named(function, f"torchs_{name}"))
+    operands = {} if name == "mm" else {"bias": call_of()[2].bfloat16()}
+    for M in (16, 16, 48, 16):
+        A, B = (x.bfloat16() for x in call_of(M)[:2])
+        assert torch.equal(op(A, B, **operands), expected(A, B, operands.get("bias")))
+        assert op.runner.plan(A, B, operands).way == "library"
+    assert (op.in_python, op.launches) == (2, 2)
+    assert not fake.streams  # no kernel of ours ran
+
+
+def named(function, name: str) -> gg.Epilogue:
+    function.__name__ = function.__qualname__ = name
+    return gg.epilogue(function)
 
 
 def test_a_library_of_other_structures_is_refused(library, monkeypatch):
