@@ -165,7 +165,8 @@ UNFUSED: dict[str, Way] = {way.name: way for way in (LIBRARY, SPLIT)}
 
 def _run_time_values(config: GemmConfig) -> str:
     """What `GemmConfig.label` leaves out, because no skeleton is compiled for it."""
-    parts = [f" split_k {config.split_k}"] if config.split_k > 1 else []
+    is_compiled_in = config.compiled().split_k == config.split_k
+    parts = [f" split_k {config.split_k}"] if config.split_k > 1 and not is_compiled_in else []
     parts += [f" swizzle {config.swizzle}"] if config.swizzle > 1 else []
     parts += [f" raster {config.raster}"] if config.raster != "heuristic" else []
     return "".join(parts)
