@@ -16,7 +16,12 @@ UNKNOWN = "unknown"
 
 
 def describe(commit: str | None = None) -> dict[str, str]:
-    """Name and version of everything that a result line records; `commit`, or GEMMGEN_COMMIT, where there is no git to ask."""
+    """Name and version of everything that a result line records.
+
+    Args:
+        commit: where there is no git to ask; else GEMMGEN_COMMIT.
+    """
+    known = commit or os.environ.get("GEMMGEN_COMMIT")
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
@@ -25,7 +30,7 @@ def describe(commit: str | None = None) -> dict[str, str]:
         "triton": _version_of("triton"),
         "cutlass": _version_of("nvidia-cutlass"),
         "gemmgen": gemmgen.__version__,
-        "commit": commit or os.environ.get("GEMMGEN_COMMIT") or _output_of("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"),
+        "commit": known or _output_of("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"),
     }
 
 
