@@ -37,7 +37,7 @@ def find(arch: str) -> dict[str, list[float]]:
 
 
 def first_call(arch: str) -> dict[str, list[float]]:
-    """On a GPU: from the declaration to the answer, with a kernel that is in the cache."""
+    """On a GPU: from importing gemmgen to the answer of a kernel that is in the cache."""
     import torch
 
     if not torch.cuda.is_available():

@@ -28,7 +28,7 @@ MEANINGS = {
     "cold_skeleton": "first kernel, empty cache: nvcc, NVRTC and the link",
     "new_epilogue": "new epilogue on a known skeleton: NVRTC and the link",
     "find_in_cache": "kernel built before, found by a new process",
-    "first_call": "first call of a new process, its kernel built before, CUDA started: declare, find, load, answer",
+    "first_call": "import gemmgen, declare, find the kernel, load it, answer: all of a process that has started CUDA",
 }
 
 
