@@ -154,8 +154,11 @@ class DispatchedOp:
 
 
 def is_runnable(plan: Plan) -> bool:
-    """Whether C++ can run calls of `plan`: by a fused kernel whose operands are read where they are, or by torch."""
-    if plan.depends_on_precision:  # torch's tf32 setting is no argument of a call
+    """Whether C++ can run calls of `plan`: by a fused kernel whose operands are read where they are, or by torch.
+
+    A plan that another will replace is Python's, which sees when that is there.
+    """
+    if plan.depends_on_precision or plan.is_stand_in:  # torch's tf32 setting is no argument of a call
         return False
     if plan.plain_torch_op is not None:
         return plan.plain_torch_op.name in TORCH_OPS

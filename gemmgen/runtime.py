@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -169,7 +169,7 @@ class Runner:
         selection = self._selection(binding, target, tunable)
         if self.options.compile == "background" and (way := stand_in(selection, binding, target)):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
-            return way.plan(binding, target)
+            return replace(way.plan(binding, target), is_stand_in=True)
         return ways.first_plan(selection.ways, binding, target)
 
     def _selection(self, binding: Binding, target: Target, tunable: Callable[[], tune.Call]) -> Selection:
@@ -187,15 +187,22 @@ class Runner:
         upgrade = self._pending.get(key)
         if upgrade is None or not upgrade.building.done() or is_capturing():
             return plan
-        if self._pending.pop(key, None) is None or upgrade.building.exception() is not None:
-            return plan  # another thread is replacing it, or it failed and was logged
+        if self._pending.pop(key, None) is None:
+            return plan  # another thread is replacing it
+        settled = _settled(plan, upgrade)
+        self._plans.replace(key, settled)
+        return settled
+
+
+def _settled(plan: Plan, upgrade: Upgrade) -> Plan:
+    """The plan of the fused kernel that was built, or `plan` for good where that failed."""
+    if upgrade.building.exception() is None:  # else it was logged
         way, built = upgrade.building.result()
         try:
-            plan = way.plan_of(built, upgrade.binding, upgrade.target)
+            return way.plan_of(built, upgrade.binding, upgrade.target)
         except GemmgenError as error:
             logger.warning("%s was built in the background, but its calls stay unfused: %s", way.label, error)
-        self._plans.replace(key, plan)
-        return plan
+    return replace(plan, is_stand_in=False)
 
 
 def selected(binding: Binding, target: Target, options: Options) -> Selection:

@@ -13,12 +13,12 @@ import torch
 import gemmgen as gg
 from gemmgen import choose, dispatcher, jit, pipeline, plan
 from gemmgen.dtypes import DType
-from gemmgen.errors import LaunchError, OperandError
+from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
 from gemmgen.operand_schema import OperandSchema
 from gemmgen.ops import returned, returned_text
-from gemmgen.runtime import Runner
-from gemmgen.ways import Split
+from gemmgen.runtime import DEFAULT, Options, Runner
+from gemmgen.ways import Library, Split
 from tests.unit import fake_device
 from tests.unit.fake_device import floats
 
@@ -50,7 +50,7 @@ class Fake:
     """What the fake driver and the fake kernel do."""
 
     def __init__(self) -> None:
-        self.context, self.status, self.stream = 1, 0, 7
+        self.context, self.status, self.stream, self.computes = 1, 0, 7, True
         self.streams: list[int] = []
         self.workspaces: list[int] = []
         self.callbacks = (
@@ -88,6 +88,8 @@ class Fake:
         args = args[0] if not isinstance(args, jit.Args) else args
         self.streams.append(stream)
         self.workspaces.append(workspace or 0)
+        if not self.computes:
+            return 0
         A, B = floats(args.a.ptr, args.m, args.k), floats(args.b.ptr, args.n, args.k).t()
         inputs = args.inputs
         scale = floats(inputs[0].ptr, 1) if inputs[0].ptr else inputs[0].value
@@ -131,11 +133,11 @@ class FakeModule:
 class Op:
     """An op whose device is the CPU. `in_python` counts the calls that came to Python."""
 
-    def __init__(self, epilogue):
+    def __init__(self, epilogue, options=DEFAULT):
         graph = pipeline.graph_of(epilogue, DType.F32)
         self.name, self.in_python, self.recorded = f"dispatched_{next(_numbers)}", 0, 0
         self.operands = OperandSchema(graph.parameters, reserved={"A", "B", "out_dtype"})
-        self.runner = Runner(lambda accum: graph)
+        self.runner = Runner(lambda accum: graph, options)
         self.library = torch.library.Library("gemmgen", "FRAGMENT")
         arguments = ", ".join(["Tensor A", "Tensor B", *self.operands.texts])
         schema = f"({arguments}, *, ScalarType? out_dtype=None) -> {returned_text(graph)}"
@@ -343,6 +345,28 @@ def test_torchs_ops_are_called_by_cpp(fake, monkeypatch, name):
         assert op.runner.plan(A, B, operands).way == "library"
     assert (op.in_python, op.launches) == (2, 2)
     assert not fake.streams  # no kernel of ours ran
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_op_that_stands_in_gives_way_to_the_fused_kernel(fake, monkeypatch, fails):
+    device = fake_device.installed(monkeypatch)
+    monkeypatch.setattr(jit, "load_kernel", lambda built: FakeKernel(fake))
+    monkeypatch.setattr(Library, "estimate_us", lambda *_: 1e9)
+    fake.computes = False  # its arithmetic is that of `scaled`
+    device.gate.clear()
+    op = Op(gg.library.bias, Options(compile="background"))
+    A, B, bias = (x.bfloat16() for x in call_of())
+    for _ in range(3):
+        assert torch.equal(op(A, B, bias=bias), torch.addmm(bias, A, B))
+    assert (op.in_python, op.launches, len(fake.streams)) == (3, 0, 0)
+    (upgrade,) = op.runner._pending.values()
+    if fails:
+        monkeypatch.setattr(upgrade.building, "exception", lambda: CompileError("it spills"))
+    device.gate.set()
+    upgrade.building.result(10)
+    for _ in range(3):
+        op(A, B, bias=bias)
+    assert (op.in_python, op.launches, len(fake.streams)) == (4, 2, 0 if fails else 3)
 
 
 def named(function, name: str) -> gg.Epilogue:
