@@ -278,7 +278,8 @@ def register(
 ) -> EpilogueOp:
     """The op of an epilogue, registered with torch when it is first seen.
 
-    An op with options of its own is an op of its own, with their digest in its name.
+    An op with options of its own is an op of its own, with their digest in its name. So is one inside a backward, which
+    may have the graph and the name of an epilogue.
 
     Args:
         differentiate: computes the results of a call that needs gradients; None refuses such a call.
@@ -287,12 +288,14 @@ def register(
     name = f"{graph.name}_{graph.digest}"
     if options != DEFAULT:
         name += "_" + hashlib.blake2b(repr(options).encode(), digest_size=3).hexdigest()
+    if differentiate is None:
+        name += "_inner"
     return registered(name, EpilogueOp, lambda: EpilogueOp(name, graphs, options, differentiate))
 
 
 def register_elementwise(graph: Graph) -> ElementwiseOp:
     """The op of an elementwise graph, registered with torch when it is first seen."""
-    name = f"{graph.name}_{graph.digest}"
+    name = f"{graph.name}_{graph.digest}_elementwise"
     return registered(name, ElementwiseOp, lambda: ElementwiseOp(name, graph))
 
 
@@ -533,5 +536,13 @@ def _tile_dtype(graph: Graph, outs: Sequence[Tensor]) -> torch.dtype | None:
 
 
 def _overlaps(out: Tensor, inputs: Sequence[object]) -> bool:
-    storage = out.untyped_storage().data_ptr()
-    return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in inputs)
+    """Whether an input's storage has a byte of `out`'s. Memory that is not torch's may have several storages."""
+    start, end = _span(out)
+    spans = [_span(x) for x in inputs if isinstance(x, Tensor)]
+    return any(start < other_end and other_start < end for other_start, other_end in spans)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the tensor's storage: its first byte, and the one behind its last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -347,6 +347,19 @@ def test_dgrad_and_wgrad_are_calls_of_one_op_as_far_as_wanted(wanted, count):
     assert not any(name.startswith(("aten.mm", "aten.bmm")) for name in calls.names)
 
 
+def test_epilogues_named_as_parts_of_another_ones_backward_are_ops_of_their_own():
+    def part(accum):
+        return gg.relu(accum)
+
+    def part_grad(accum):
+        return accum
+
+    A, B = leaf(M, K), leaf(K, N)
+    gg.Gemm(gg.epilogue(part))(A, B).sum().backward()
+    (dA,) = torch.autograd.grad(gg.Gemm(gg.epilogue(part_grad))(A, B).sum(), [A])
+    assert_same([dA], [torch.ones(M, N, dtype=dA.dtype) @ B.detach().t()])
+
+
 def test_dgrad_and_wgrad_are_chosen_by_the_options_of_the_gemm():
     config = gg.GemmConfig("sm90", (128, 128, 64))
     for chosen in (Options(tune="first-call"), Options(compile="background"), Options(config, grad_accum=True)):
