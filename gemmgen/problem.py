@@ -173,8 +173,6 @@ def check_apart(name: str, outs: Sequence[Tensor], results: Sequence[Result]) ->
         OperandError: names the results of two that do.
     """
     for (a, one), (b, other) in itertools.combinations(zip(results, outs, strict=True), 2):
-        if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-            continue
         if _meet(_layout_in_bytes(one), _layout_in_bytes(other), other.data_ptr() - one.data_ptr()):
             raise OperandError(
                 f"`{name}`: out for result `{a.name}` and out for result `{b.name}` share memory\n"

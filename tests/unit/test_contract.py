@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import gemmgen as gg
+from gemmgen import ops
 from gemmgen.arch import arch_of_capability
 from gemmgen.errors import NoBackward, OperandError, TraceError
 from tests.oracle import integers
@@ -109,6 +110,16 @@ def test_outs_that_share_an_element_are_refused(first, second):
     with pytest.raises(OperandError, match="`out0` and out for result `out1` share memory"):
         gg.Gemm(two)(integers(M, K), integers(K, N), out=outs)
     assert not buffer.any()
+
+
+def test_memory_that_is_not_torchs_is_one_memory():
+    """numpy's and dlpack's views of one buffer have a storage each."""
+    buffer = torch.zeros(M + 1, N).numpy()
+    outs = torch.from_numpy(buffer[:M]), torch.from_numpy(buffer[1:])
+    with pytest.raises(OperandError, match="share memory"):
+        gg.Gemm(two)(integers(M, K), integers(K, N), out=outs)
+    assert not buffer.any()
+    assert ops._overlaps(outs[1], outs[:1]) and not ops._overlaps(outs[1], [torch.from_numpy(buffer[:1])])
 
 
 def test_outs_that_are_parts_of_one_buffer_are_written():
