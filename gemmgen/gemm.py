@@ -16,7 +16,7 @@ from gemmgen import aot, pipeline, training
 from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
 from gemmgen.dtypes import DType
-from gemmgen.errors import OperandError, ShapeMismatch, TraceError
+from gemmgen.errors import GemmgenError, OperandError, ShapeMismatch, TraceError
 from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.mainloop import Dense
@@ -119,7 +119,7 @@ class Gemm:
                 results = self._overload(A, B, *self._flat(operands))
                 return results if self._container == "single" else self._packed(results)
         except Exception:
-            check_types(self._name, self._parameters, A, B, self._named(operands))  # may know better what is wrong
+            self._check_types(A, B, operands)  # may know better what is wrong
             raise
         A, B, named, batch = self._folded(A, B, operands, out_dtype)
         flat = self._op.flat_operands(named)
@@ -257,6 +257,12 @@ class Gemm:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (*_reference(self.epilogue), self.mainloop, self.options, self.save)
+
+    def _check_types(self, A: Tensor, B: Tensor, operands: Mapping[str, Operand]) -> None:
+        try:
+            check_types(self._name, self._parameters, A, B, self._named(operands))
+        except GemmgenError as error:
+            raise error from None  # or the other error, such as torch's, would be printed first
 
     def _folded(
         self, A: Tensor, B: Tensor, operands: Mapping[str, Operand], out_dtype: torch.dtype | None = None

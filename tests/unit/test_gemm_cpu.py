@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import traceback
 import unicodedata
 from dataclasses import replace
 
@@ -612,6 +613,16 @@ def test_a_batch_that_does_not_broadcast_is_refused(batch, name):
     operands = operands_of() | {name: torch.ones(*batch, N) if name == "row" else torch.ones(batch)}
     with pytest.raises(gg.ShapeMismatch, match=rf"operand `{name}` has shape .* does not broadcast to \(2, 3\)"):
         KITCHEN(A, B, **operands)
+
+
+@pytest.mark.parametrize(
+    "change", [{"row": None}, {"row": 1.0}, {"alpha": "2"}, {"row": torch.ones(N).to_sparse()}, {"unknown": 1}], ids=str
+)
+def test_an_error_is_printed_once_and_without_torchs(change):
+    A, B = matrices()
+    with pytest.raises(gg.OperandError) as caught:
+        KITCHEN(A, B, **operands_of() | change)
+    assert "During handling" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("method", ["reference", "explain", "source", "build"])
