@@ -255,8 +255,10 @@ struct Op {
     return found != plans.end() && key.equals(found->second.first) ? found->second.second : nullptr;
   }
 
-  void put(const Key& key, uint64_t hash, std::shared_ptr<const Owned> plan) {
+  // Unless plans were forgotten since `made_in`.
+  void put(const Key& key, uint64_t hash, std::shared_ptr<const Owned> plan, uint64_t made_in) {
     std::unique_lock lock(mutex);
+    if (made_in != generation.load()) return;
     if (plans.size() >= kMaxPlans) plans.clear();
     std::vector<int64_t> words(key.words.begin(), key.words.begin() + key.count);
     plans.insert_or_assign(hash, std::pair(std::move(words), std::move(plan)));
@@ -295,7 +297,7 @@ struct Call final : c10::OperatorKernel {
     const uint64_t generation = op_->generation.load();
     offering = nullptr;
     op_->python.redispatchBoxed(keys, stack);
-    if (is_readable && offering == op_ && generation == op_->generation.load()) op_->put(key, hash, std::move(offered));
+    if (is_readable && offering == op_) op_->put(key, hash, std::move(offered), generation);
     offering = nullptr;
     offered.reset();
   }

@@ -295,6 +295,40 @@ def test_forgotten_plans_are_made_anew(fake):
     assert op.in_python == 2
 
 
+def test_a_plan_that_is_forgotten_while_it_runs_stays_forgotten(fake, monkeypatch):
+    op = Op(scaled)
+    A, B, bias = call_of()
+    run = FakeKernel.run
+
+    def forgetting(self, *args):
+        op.runner.forget_plans()
+        run(self, *args)
+
+    monkeypatch.setattr(FakeKernel, "run", forgetting)
+    for in_python in (1, 2):
+        op(A, B, scale=2.0, bias=bias)
+        assert op.in_python == in_python
+
+
+def test_nested_calls_offer_their_own_plans(fake, monkeypatch):
+    outer, inner = Op(scaled), Op(scaled)
+    calls = [call_of(M) for M in (16, 48)]
+    run = FakeKernel.run
+
+    def nesting(self, *args):
+        monkeypatch.setattr(FakeKernel, "run", run)
+        for op in (outer, inner):
+            A, B, bias = calls[1]
+            check(op(A, B, scale=3.0, bias=bias), A, B, 3.0, bias)
+        run(self, *args)
+
+    monkeypatch.setattr(FakeKernel, "run", nesting)
+    for _ in range(2):
+        for A, B, bias in calls:
+            for op in (outer, inner):
+                check(op(A, B, scale=2.0, bias=bias), A, B, 2.0, bias)
+
+
 def test_a_plan_that_python_must_run_is_not_offered(fake, monkeypatch):
     monkeypatch.setattr(plan.Plan, "depends_on_precision", True)
     op = Op(scaled)
