@@ -317,7 +317,7 @@ def test_nested_calls_offer_their_own_plans(fake, monkeypatch):
 
     def nesting(self, *args):
         monkeypatch.setattr(FakeKernel, "run", run)
-        for op in (outer, inner):
+        for op in (inner, outer):
             A, B, bias = calls[1]
             check(op(A, B, scale=3.0, bias=bias), A, B, 3.0, bias)
         run(self, *args)
