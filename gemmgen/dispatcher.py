@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABI_VERSION = 2
+LIBRARY_FILE = "dispatcher.so"
 # the ops of torch that C++ calls, as its TorchOp numbers them
 TORCH_OPS = {"torch.mm": 1, "torch.addmm": 2, "torch.addmm, then relu_": 3, "torch._addmm_activation": 4}
 MAX_LOADS = 16
@@ -216,16 +217,33 @@ def loaded() -> ctypes.CDLL | None:
         return None
     if _loaded is None and torch.version.cuda is not None:
         entry = find()
-        _loaded = _bound(load_library(entry)) if entry is not None else None
+        _loaded = _usable(entry.path) if entry is not None else None
     return _loaded
 
 
-def load_library(entry: Entry) -> ctypes.CDLL:
-    """The built library, in this process."""
+@functools.lru_cache(maxsize=8)
+def _usable(path: Path) -> ctypes.CDLL | None:
+    """The library in an entry's folder, ready for calls; None, and a warning, where this machine cannot load it."""
     try:
-        library = ctypes.CDLL(str(entry.file("dispatcher.so")))
+        return _bound(load_library(path))
+    except CacheError as error:
+        logger.warning("calls stay in Python: %s", error)
+        return None
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """The library in an entry's folder, in this process.
+
+    Raises:
+        CacheError: it was built for another machine, or is another gemmgen's.
+    """
+    try:
+        library = ctypes.CDLL(str(path / LIBRARY_FILE))
     except OSError as error:
-        raise CacheError(f"the C++ dispatcher cannot be loaded: {error}\n  Set GEMMGEN_DISPATCHER=0.") from error
+        raise CacheError(
+            f"the C++ dispatcher cannot be loaded: {error}\n"
+            "  Remove it with `gemmgen cache clear` and build it on this machine, or set GEMMGEN_DISPATCHER=0."
+        ) from error
     library.gemmgen_dispatcher_plan_bytes.restype = c_int64
     if library.gemmgen_dispatcher_abi() != ABI_VERSION or library.gemmgen_dispatcher_plan_bytes() != ctypes.sizeof(
         _Plan
@@ -280,7 +298,7 @@ def build() -> Entry:
         if entry := find():
             return entry
         library = compile_library(_source(), _flags(), name="dispatcher", failed_dir=cache.failed_dir)
-        return cache.publish(LIBRARIES, _key(), _tools(), {"dispatcher.so": library}, {"name": "dispatcher"})
+        return cache.publish(LIBRARIES, _key(), _tools(), {LIBRARY_FILE: library}, {"name": "dispatcher"})
 
 
 def build_in_background() -> None:

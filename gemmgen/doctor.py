@@ -124,7 +124,8 @@ def _look_at_dispatcher() -> tuple[Status, str, str]:
 
     if not settings().dispatcher:
         return "warn", "off: every call goes through Python", "Unset GEMMGEN_DISPATCHER."
-    if dispatcher.find() is not None:
+    if entry := dispatcher.find():
+        dispatcher.load_library(entry.path)  # says what is wrong
         return "ok", "built for this torch", ""
     toolchain.find_host_compiler(settings())  # says what is missing
     return "warn", "not built for this torch: calls go through Python", "Run `gemmgen dispatcher`, once."

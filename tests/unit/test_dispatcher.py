@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, jit, pipeline, plan
+from gemmgen import choose, dispatcher, doctor, jit, pipeline, plan
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
@@ -167,7 +167,7 @@ class Op:
 
 @pytest.fixture(scope="module")
 def library():
-    return dispatcher.load_library(dispatcher.build())
+    return dispatcher.load_library(dispatcher.build().path)
 
 
 @pytest.fixture
@@ -411,7 +411,21 @@ def named(function, name: str) -> gg.Epilogue:
 def test_a_library_of_other_structures_is_refused(library, monkeypatch):
     monkeypatch.setattr(dispatcher, "ABI_VERSION", 0)
     with pytest.raises(gg.GemmgenError, match="cache clear"):
-        dispatcher.load_library(dispatcher.build())
+        dispatcher.load_library(dispatcher.build().path)
+
+
+def test_a_library_that_this_machine_cannot_load_leaves_calls_to_python(monkeypatch, tmp_path, caplog):
+    (tmp_path / "dispatcher.so").write_bytes(b"of another machine")
+    entry = jit.cache.Entry(tmp_path, {}, {})
+    monkeypatch.setattr(dispatcher, "_loaded", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dispatcher, "find", lambda: entry)
+    for _ in range(2):
+        assert not dispatcher.is_available()
+    (record,) = caplog.records
+    assert "calls stay in Python: the C++ dispatcher cannot be loaded" in record.message
+    (finding,) = (each for each in doctor.diagnose() if each.topic == "C++ dispatcher")
+    assert finding.status == "fail" and "gemmgen cache clear" in finding.mend
 
 
 def test_it_can_be_switched_off(monkeypatch):
