@@ -62,6 +62,19 @@ REJECT: dict[str, Rejector] = {
     "sm80": sm80.reject_reason,
     "sm100": sm100.reject_reason,
 }
+RUN_TIME_VALUES = {"swizzle": (1, 2, 4, 8), "raster": ("heuristic", "M", "N")}
+
+
+def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
+    """Why `config` cannot run `signature` on `arch`, or None when it can."""
+    if config.family not in REJECT:
+        return f"unknown family {config.family!r}; there are {', '.join(REJECT)}"
+    for name, legal in RUN_TIME_VALUES.items():
+        if (value := getattr(config, name)) not in legal:
+            return f"{name} is {value!r}; it may be {', '.join(map(str, legal))}"
+    if config.split_k < 1:
+        return f"split_k = {config.split_k}: 1 for no split, or more"
+    return REJECT[config.family](signature, config, arch)
 
 
 def _sm90(

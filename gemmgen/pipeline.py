@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gemmgen.arch import Arch
 from gemmgen.bind import Binding, EpilogueBinding
-from gemmgen.choose import REJECT
+from gemmgen.choose import reject_reason
 from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
 from gemmgen.dtypes import DType
@@ -49,7 +49,7 @@ def kernel_source(binding: Binding, config: GemmConfig, arch: Arch) -> KernelSou
         IllegalConfig: `config` cannot run the problem on `arch`; the message says why.
     """
     signature = binding.signature
-    if reason := REJECT[config.family](signature, config, arch):
+    if reason := reject_reason(signature, config, arch):
         raise IllegalConfig(f"{config.label} cannot run `{binding.graph.name}` on {arch.name}: {reason}")
     compiled = config.compiled()
     dtypes = [output.dtype for output in binding.outputs]

@@ -39,7 +39,7 @@ class Fused:
 
     def reject_reason(self, binding: Binding, arch: Arch) -> str | None:
         """Why it cannot run the call, or None when it can."""
-        return choose.REJECT[self.config.family](binding.signature, self.config, arch)
+        return choose.reject_reason(binding.signature, self.config, arch)
 
     def estimate_us(self, binding: Binding, extents: Extents, target: Target) -> float:
         """The model's time for a call like that of `binding` with these extents, in microseconds."""

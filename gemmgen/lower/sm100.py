@@ -78,6 +78,8 @@ def _reject_config(signature: Signature, config: GemmConfig, arch: Arch) -> str 
         return f"unknown kernel_schedule {config.kernel_schedule!r}; sm100 has 'auto'"
     if config.scheduler != "persistent" or config.split_k != 1:
         return "the sm100 family has no split-K yet"
+    if config.swapped:
+        return "the sm100 family does not swap A and B yet"
     if config.epilogue_tile is not None:
         return "the sm100 family chooses the epilogue tile itself"
     if not set(config.cluster_shape) <= {1, 2, 4} or config.cluster_shape[0] * config.cluster_shape[1] > 8:

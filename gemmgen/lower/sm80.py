@@ -218,6 +218,12 @@ def _reject_shape(config: GemmConfig, math_: _Math) -> str | None:
         return "sm80 needs warp_shape and stages"
     if config.cluster_shape != (1, 1) or config.epilogue_tile:
         return "sm80 has no clusters and no epilogue tile"
+    if config.swapped:
+        return "sm80 does not swap A and B"
+    if config.scheduler not in ("persistent", "stream_k"):
+        return f"sm80 has no scheduler {config.scheduler!r}; split-K is 'stream_k'"
+    if config.split_k > 1 and config.scheduler == "persistent":
+        return "split_k needs the scheduler stream_k"
     if any(extent & (extent - 1) for extent in (*tile, *warp)):
         return f"tile {tile} and warp {warp} must be powers of two"
     if warp[0] > tile[0] or warp[1] > tile[1] or warp[2] != tile[2]:

@@ -204,6 +204,31 @@ def test_exact_fp32_splits_its_sums():
     assert all(choice.config.split_k > 1 for choice in choices)
 
 
+SM80 = GemmConfig("sm80", (128, 128, 32), kernel_schedule="multistage", stages=3, warp_shape=(64, 64, 32))
+SM90_TILE = GemmConfig("sm90", (128, 128, 64))
+SM100 = GemmConfig("sm100", (128, 128, 64), kernel_schedule="auto")
+
+
+@pytest.mark.parametrize("config, reason", [
+    (replace(SM80, swapped=True), "sm80 does not swap"),
+    (replace(SM80, scheduler="cluster_split", split_k=2), "no scheduler 'cluster_split'"),
+    (replace(SM80, split_k=2), "needs the scheduler stream_k"),
+    (replace(SM100, swapped=True), "sm100 family does not swap"),
+    (replace(SM90_TILE, family="sm70"), "unknown family 'sm70'; there are sm90, sm80, sm100"),
+    (replace(SM90_TILE, raster="X"), "raster is 'X'; it may be heuristic, M, N"),
+    (replace(SM90_TILE, swizzle=3), "swizzle is 3; it may be 1, 2, 4, 8"),
+    (replace(SM90_TILE, scheduler="stream_k", split_k=0), "split_k = 0"),
+], ids=lambda value: value.label if isinstance(value, GemmConfig) else "")  # fmt: skip
+def test_fields_that_a_family_does_not_know_are_refused_and_not_ignored(config, reason):
+    arch = ARCHS["sm100" if config.family == "sm100" else "sm90"]
+    assert reason in choose.reject_reason(signature(), config, arch)
+
+
+def test_the_configs_that_those_are_made_of_are_legal():
+    for config, arch in ((SM80, "sm90"), (SM90_TILE, "sm90"), (SM100, "sm100")):
+        assert choose.reject_reason(signature(), config, ARCHS[arch]) is None
+
+
 def test_no_kernel_at_all_is_an_error_with_the_reasons():
     value = signature(DType.F64)
     with pytest.raises(IllegalConfig, match="no kernel of sm90"):
