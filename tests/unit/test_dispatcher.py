@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, doctor, jit, pipeline, plan
+from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
@@ -401,6 +401,52 @@ def test_torchs_op_that_stands_in_gives_way_to_the_fused_kernel(fake, monkeypatc
     for _ in range(3):
         op(A, B, bias=bias)
     assert (op.in_python, op.launches, len(fake.streams)) == (4, 2, 0 if fails else 3)
+
+
+@pytest.fixture
+def on_the_cpu(fake, monkeypatch):
+    """Ops that are registered now take the CPU for their GPU, on which torch's own ops are the fastest."""
+    implement, register = dispatcher.implement, ops._library.impl
+    monkeypatch.setattr(choose, "estimate_library_us", lambda *_: 1e-3)
+    monkeypatch.setattr(dispatcher, "implement", lambda name, operands: implement(name, operands, "CPU"))
+
+    def impl(name, function, key, **keywords):
+        method = getattr(function, "__func__", None)
+        if method is not ops.EpilogueOp._cpu:
+            register(name, function, "CPU" if method is ops.EpilogueOp._cuda else key, **keywords)
+
+    monkeypatch.setattr(ops._library, "impl", impl)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torchs_transforms_and_views_pass_through_cpp(on_the_cpu):
+    function = lambda accum, bias: accum + bias  # noqa: E731
+    function.__annotations__ = {"bias": gg.Row}
+    op = gg.Gemm(named(function, "through_cpp"))
+    A, B, bias = (x.bfloat16() for x in call_of())
+    D, dA = torch.addmm(bias, A, B), B.float().sum(1).bfloat16().expand(16, 8)
+    with torch.inference_mode():
+        B_of_inference = B.clone()
+
+    def call(A):
+        return op(A, B, bias=bias)
+
+    def total(A):
+        return call(A).float().sum()
+
+    for _ in range(2):
+        assert torch.equal(call(A), D)
+        assert torch.equal(op(torch._neg_view(-A), B, bias=bias), D)
+        assert torch.equal(op(A, B_of_inference, bias=bias), D)
+        assert torch.equal(torch.vmap(call)(A.expand(3, 16, 8).contiguous()), D.expand(3, 16, 32))
+        assert torch.equal(torch.func.grad(total)(A), dA)
+        assert torch.equal(torch.vmap(torch.func.grad(total))(A.expand(3, 16, 8).contiguous()), dA.expand(3, 16, 8))
+        assert torch.equal(torch.compile(torch.func.grad(total), backend="aot_eager", fullgraph=True)(A), dA)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(call(A.float()), D)
+        with pytest.raises(gg.NoBackward, match="no forward-mode derivative"):
+            torch.func.jvp(call, (A,), (A,))
+    assert op._op.runner.dispatched.launches > 5
 
 
 def named(function, name: str) -> gg.Epilogue:
