@@ -19,6 +19,8 @@ from bench.shapes import SHAPES, Shape, select
 SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run, "host": suite_host.run,
           "llama": llama.run, "longtail": longtail.run}  # fmt: skip
 
+PEERS = [name for name, rung in RUNGS.items() if rung.is_peer]
+OURS = [name for name in RUNGS if name not in PEERS]
 QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")
 DEFAULT_OUT = Path(__file__).parent / "results"
 
@@ -43,7 +45,8 @@ class Names(click.ParamType):
 @click.option("--cases", type=Names(CASES), default=",".join(CASES), help="Comma-separated; all by default.")
 @click.option("--shapes", default="headline", show_default=True, help=f"Of {', '.join(SHAPES)}, all; comma-separated.")
 @click.option("--ms", default="", help="Only shapes with one of these M, comma-separated.")
-@click.option("--rungs", type=Names(RUNGS), default=",".join(RUNGS), help="Comma-separated; all by default.")
+@click.option("--rungs", type=Names(RUNGS), default=",".join(OURS), help="Comma-separated; all but peers by default.")
+@click.option("--peers", is_flag=True, help=f"Also {', '.join(PEERS)}, where they are installed.")
 @click.option("--rounds", default=25, show_default=True, help="Samples of each rung.")
 @click.option("--budget-s", type=float, default=float("inf"), help="No new problem starts after so many seconds.")
 @click.option("--max-autotune/--no-max-autotune", default=True, help="torch.compile's max-autotune: slow to compile.")
@@ -56,13 +59,13 @@ class Names(click.ParamType):
 @click.option("--quick", is_flag=True, help="Two cases, one shape, few rounds, no max-autotune.")
 def main(
     suite, cases, shapes, ms, rungs, rounds, budget_s, max_autotune, autotune_shapes, autotune_budget_s, out, commit,
-    plot, quick, tuned,
+    plot, quick, tuned, peers,
 ):  # fmt: skip
     chosen = _shapes(shapes, ms if suite == "epilogue" else "")
     settings = Settings(
         cases=tuple(CASES[name] for name in QUICK_CASES) if quick else cases,
         shapes=chosen[:1] if quick else chosen,
-        rungs=rungs,
+        rungs=tuple(dict.fromkeys((*rungs, *(RUNGS[name] for name in PEERS if peers)))),
         out=out,
         budget_s=budget_s,
         rounds=7 if quick else rounds,

@@ -9,7 +9,7 @@ from bench.report import Problem, Rows, by_problem, time_us
 from bench.results import Row
 from bench.rungs import RUNGS
 
-MARKERS = dict(zip(RUNGS, "osD^vP|", strict=True))
+MARKERS = dict(zip(RUNGS, "osD^vPXd|", strict=True))
 
 
 def save(rows: Sequence[Row], path: Path) -> str:

@@ -37,12 +37,14 @@ class Rung:
         label: in tables.
         prepare: raises `Unavailable` where the rung cannot run.
         is_whole: whether it computes the case, and not the bare product alone.
+        is_peer: another project's fused kernels, which run where they are asked for.
     """
 
     name: str
     label: str
     prepare: Callable[[Case, Shape], Prepared]
     is_whole: bool = True
+    is_peer: bool = False
 
 
 def _gemmgen(case: Case, shape: Shape) -> Prepared:
@@ -98,6 +100,52 @@ def _triton(case: Case, shape: Shape) -> Prepared:
     return Prepared(function, lambda inputs: chosen())
 
 
+QUACK_ACTIVATIONS = {"bias_gelu_tanh": "gelu_tanh_approx"}  # of the cases that its gemm_act can say
+
+
+def _quack(case: Case, shape: Shape) -> Prepared:
+    """QuACK's GEMM with an activation, tuned by itself at the first call."""
+    if importlib.util.find_spec("quack") is None:
+        raise Unavailable("QuACK is not installed")
+    if case.name not in QUACK_ACTIVATIONS:
+        raise Unavailable("QuACK's gemm_act has no such epilogue")
+    from quack.gemm_interface import gemm_act
+
+    activation = QUACK_ACTIVATIONS[case.name]
+
+    def fused(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor) -> Outputs:
+        return (gemm_act(A, B, bias=bias, activation=activation, store_preact=False, tuned=True)[1],)
+
+    return Prepared(fused, lambda inputs: f"gemm_act, {activation}, tuned")
+
+
+def _cutlass_inductor(case: Case, shape: Shape) -> Prepared:
+    """The whole function by Inductor, which may take its CUTLASS templates for the product and nothing else."""
+    _require_product(case, shape)
+    _require_triton()
+    from gemmgen.errors import ToolchainError
+    from gemmgen.jit.toolchain import find_cutlass
+
+    try:
+        source = find_cutlass().include_dirs[0].parent
+    except ToolchainError as error:
+        raise Unavailable(str(error).partition("\n")[0]) from None
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CUTLASS", **_cutlass_folder(str(source))}
+    whole = torch.compile(case.eager, options=options, dynamic=False, fullgraph=True)
+    before = _kernels_generated()
+    return Prepared(whole, lambda inputs: f"{_kernels_generated() - before} generated kernel(s)")
+
+
+def _cutlass_folder(path: str) -> dict[str, object]:
+    """Inductor's option for the folder of CUTLASS, which has moved between versions of torch."""
+    from torch._inductor import config
+
+    for section in ("cutlass", "cuda"):
+        if hasattr(getattr(config, section, None), "cutlass_dir"):
+            return {f"{section}.cutlass_dir": path}
+    raise Unavailable("this torch's Inductor has no CUTLASS backend")
+
+
 def _bare(case: Case, shape: Shape) -> Prepared:
     _require_product(case, shape)
     return Prepared(case.matmul)
@@ -112,6 +160,8 @@ RUNGS: dict[str, Rung] = {
         Rung("cublaslt", "cuBLASLt epilogue", _cublaslt),
         Rung("max_autotune", "torch.compile max-autotune", _max_autotune),
         Rung("triton", "Triton", _triton),
+        Rung("quack", "QuACK", _quack, is_peer=True),
+        Rung("cutlass_inductor", "Inductor with CUTLASS", _cutlass_inductor, is_peer=True),
         Rung("bare", "bare product", _bare, is_whole=False),
     )
 }

@@ -1,9 +1,14 @@
 """Every rung either can run or says why not."""
 
+import sys
+import types
+from pathlib import Path
+
 import pytest
+import torch
 
 from bench import rungs
-from bench.cases import CASES
+from bench.cases import CASES, draw_inputs
 from bench.rungs import RUNGS, Unavailable
 from bench.shapes import Shape
 
@@ -17,7 +22,8 @@ def reason_of(rung, case, shape):
 
 
 def test_the_ladder():
-    assert list(RUNGS) == ["gemmgen", "eager", "compiled_tail", "cublaslt", "max_autotune", "triton", "bare"]
+    ours = [name for name, rung in RUNGS.items() if not rung.is_peer]
+    assert ours == ["gemmgen", "eager", "compiled_tail", "cublaslt", "max_autotune", "triton", "bare"]
     assert [name for name, rung in RUNGS.items() if not rung.is_whole] == ["bare"]
 
 
@@ -26,6 +32,41 @@ def test_without_triton_three_rungs_say_so(rung, monkeypatch):
     monkeypatch.setattr(rungs, "has_triton", lambda: False)
 
     assert "Triton is not installed" in reason_of(rung, "bias_silu", SHAPE)
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch):
+    monkeypatch.setattr(rungs.importlib.util, "find_spec", lambda name: None)
+    assert "QuACK is not installed" in reason_of("quack", "bias_gelu_tanh", SHAPE)
+
+
+def test_quack_computes_the_case_it_is_asked_for(monkeypatch):
+    calls = []
+
+    def gemm_act(A, B, bias, activation, store_preact, tuned):
+        calls.append((activation, store_preact, tuned))
+        return None, torch.nn.functional.gelu(A @ B + bias, approximate="tanh")
+
+    module = types.ModuleType("quack.gemm_interface")
+    module.gemm_act = gemm_act
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+    monkeypatch.setattr(rungs.importlib.util, "find_spec", lambda name: object())
+    inputs = draw_inputs(CASES["bias_gelu_tanh"], Shape(8, 16, 8), device="cpu")
+    (result,) = inputs.bind(RUNGS["quack"].prepare(CASES["bias_gelu_tanh"], SHAPE).function)()
+    assert calls == [("gelu_tanh_approx", False, True)]
+    assert result.shape == (8, 16)
+    assert "no such epilogue" in reason_of("quack", "bias_silu", SHAPE)
+
+
+def test_inductor_is_pointed_to_the_cutlass_that_is_installed(monkeypatch):
+    monkeypatch.setattr(rungs, "has_triton", lambda: True)
+    compiled = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.update(options) or function)
+    case = CASES["bias_gelu_tanh"]
+    assert RUNGS["cutlass_inductor"].prepare(case, SHAPE).function is case.eager
+    assert compiled["options"]["max_autotune_gemm_backends"] == "CUTLASS"
+    (folder,) = (value for key, value in compiled["options"].items() if key.endswith("cutlass_dir"))
+    assert (Path(folder) / "include/cutlass/cutlass.h").is_file()
 
 
 @pytest.mark.parametrize("rung", ["eager", "compiled_tail", "max_autotune", "bare"])
