@@ -154,7 +154,7 @@ class Runner:
 
     def forget_plans(self) -> None:
         """Choose anew for every call, as after a measurement."""
-        self._plans = Plans()
+        self._plans, self._pending = Plans(), {}
         if self.dispatched is not None:
             self.dispatched.forget()
 

@@ -136,6 +136,20 @@ def test_nothing_is_switched_inside_a_capture(device, runner, monkeypatch):
     assert device.ran[-1] == device.built[0]
 
 
+def test_what_is_chosen_anew_is_not_replaced_by_an_older_build(device, runner, monkeypatch):
+    A, B, operands = call_of()
+    device.gate.clear()
+    runner(A, B, operands)
+    (upgrade,) = runner._pending.values()
+    monkeypatch.setattr(ways.choose, "estimate_split_us", lambda *_: 1e-6)  # as a measurement would say
+    runner.forget_plans()
+    device.gate.set()
+    until(upgrade.building.done)
+    for _ in range(2):
+        runner(A, B, operands)
+    assert device.ran == [POINTWISE] * 3
+
+
 def test_torchs_op_serves_before_split_does(device, runner, monkeypatch):
     def compute(A, B, operands, D):
         device.ran.append("torch")
