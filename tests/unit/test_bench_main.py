@@ -32,7 +32,8 @@ def test_by_default_every_case_and_rung_at_the_headline_shapes(asked):
     result, settings = asked()
 
     assert result.exit_code == 0
-    assert settings.cases == tuple(CASES.values()) and settings.rungs == tuple(rung for rung in RUNGS.values() if not rung.is_peer)
+    assert settings.cases == tuple(CASES.values())
+    assert settings.rungs == tuple(rung for rung in RUNGS.values() if not rung.is_peer)
     assert len(settings.shapes) == 4 and settings.rounds == 25 and settings.min_rounds == 7
     assert settings.autotune_groups == ("headline",)
 
