@@ -110,10 +110,14 @@ class BackwardPlan:
             self, passes=passes, backward=backward, wants=tuple(outputs), zeros=zeros, cotangents=arrived,
         )
 
-    def explain(self) -> str:
-        """What is saved and why, what is computed again, and which kernels run."""
+    def explain(self, behind: str | None = None) -> str:
+        """What is saved and why, what is computed again, and which kernels run.
+
+        Args:
+            behind: the epilogue whose dgrad GEMM carries `backward` as its own, by `fused_into_dgrad`.
+        """
         title = f"backward of `{self.graph.name}`, save={self.save!r}"
-        return "\n".join([title, *_explained_saves(self), *_explained_kernels(self)])
+        return "\n".join([title, *_explained_saves(self), *_explained_kernels(self, behind)])
 
 
 def plan_backward(
@@ -385,7 +389,8 @@ def _refuse_clashes(graph: Graph, names: set[str]) -> None:
 
 
 def _explained_saves(plan: BackwardPlan) -> list[str]:
-    lines = [f"  saved: {plan.bytes_saved_per_element} bytes per element"]
+    stored_by = ", stored by the forward kernel" if plan.bytes_saved_per_element else ""
+    lines = [f"  saved: {plan.bytes_saved_per_element} bytes per element{stored_by}"]
     for each in plan.saved:
         stored = each.dtype.text if each.dtype else "A's dtype"
         why = f"{each.bytes} bytes" if each.bytes else f"is result `{each.result}`, 0 bytes"
@@ -397,13 +402,13 @@ def _explained_saves(plan: BackwardPlan) -> list[str]:
     return lines
 
 
-def _explained_kernels(plan: BackwardPlan) -> list[str]:
+def _explained_kernels(plan: BackwardPlan, behind: str | None) -> list[str]:
     lines = ["  kernels"]
     for each in plan.passes:
         lines.append(f"    pass over the tile: {', '.join(r.name for r in each.results)}")
     if outputs := ", ".join(_explained_output(result) for result in plan.without_aliases().results):
-        mainloop = "GEMM again, with this epilogue" if plan.reruns_mainloop else "pass over the tile"
-        lines.append(f"    {mainloop}: {outputs}")
+        carrier = f"no pass: in the epilogue of the dgrad GEMM of `{behind}`" if behind else "pass over the tile"
+        lines.append(f"    {'GEMM again, with this epilogue' if plan.reruns_mainloop else carrier}: {outputs}")
     lines.extend(f"    none: d_{name} is d_{result}" for name, result in plan.aliases.items())
     if ACCUM in plan.wants:
         lines.append("    GEMMs on d_accum: dgrad = d_accum @ B^T, wgrad = A^T @ d_accum, as far as wanted;")

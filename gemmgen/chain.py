@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemmgen import training
+from gemmgen import aot, training
 from gemmgen.errors import OperandError, ShapeMismatch, TraceError
 from gemmgen.gemm import Gemm, Operand, Result, folded_matrix, joined
 from gemmgen.ir.graph import Parameter
@@ -124,6 +124,16 @@ class Chain:
         results = self(A, weight1.t(), weight2.t(), first=operands1, second=operands2, out_dtype=out_dtype)
         return self.op2._unflattened(results, lead)
 
+    def explain(self, *, backward: bool = False) -> str:
+        """The two epilogues; or the plan of the backward: what each saves, and what is fused into the dgrad GEMM.
+
+        Raises:
+            NoBackward: a result of `op2` has no derivative.
+        """
+        if backward:
+            return training.explain_chain(self._op.stages)
+        return "\n".join(aot.explain_graph(stage.op) for stage in self._op.stages)
+
     def __deepcopy__(self, memo: object) -> Chain:
         return self  # it never changes
 
@@ -139,7 +149,7 @@ class ChainOp:
 
     def __init__(self, name: str, stages: tuple[Stage, Stage]):
         self.name = name
-        self._stages = stages
+        self.stages = stages
         self._operands = [_operand_schema(stage.op, at) for at, stage in enumerate(stages, 1)]
         self._first_count = 2 + len(self._operands[0].texts)
         arguments = [f"Tensor B{at}, {', '.join(schema.texts)}" for at, schema in enumerate(self._operands, 1)]
@@ -152,17 +162,17 @@ class ChainOp:
 
     def flat(self, stage: int, operands: Mapping[str, Operand]) -> list[Tensor | float | None]:
         """The operands of a stage as arguments."""
-        return self._stages[stage].op.flat_operands(operands)
+        return self.stages[stage].op.flat_operands(operands)
 
     def _run(self, *args: Any, out_dtype: torch.dtype | None = None) -> object:
-        first, second = (stage.op.overload for stage in self._stages)
+        first, second = (stage.op.overload for stage in self.stages)
         between = first(*args[: self._first_count])
         return second(between, *args[self._first_count :], out_dtype=out_dtype)
 
     def _autograd(self, *args: Any, out_dtype: torch.dtype | None = None) -> object:
         refuse_tangents(self.name, args)
         if needs_gradient(args):
-            return training.differentiated(self._stages, args, out_dtype)
+            return training.differentiated(self.stages, args, out_dtype)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args, out_dtype=out_dtype)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import TraceError
+from gemmgen.errors import TraceError, UnsupportedOp
 from gemmgen.ir import build
 from gemmgen.ir.graph import Location
 from gemmgen.ir.node import Axes, Node, Op
@@ -105,7 +105,11 @@ class Value:
 
     def to(self, dtype: object) -> Value:
         """This value rounded to `dtype` (a torch dtype), to nearest even; 8-bit types saturate."""
-        return Value(build.explicit_cast(self.node, dtype_of(dtype)))
+        try:
+            wanted = dtype_of(dtype)
+        except UnsupportedOp as error:
+            raise UnsupportedOp(f"{error}\n  at {user_location()}") from None
+        return Value(build.explicit_cast(self.node, wanted))
 
     def float(self) -> Value:
         """This value in fp32."""
@@ -144,13 +148,17 @@ class Scalar(Value):
 
 
 def user_location() -> Location:
-    """The innermost frame outside gemmgen."""
-    package = __name__.partition(".")[0]
+    """The innermost frame outside gemmgen, whose library counts as a user."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     filename, lineno = frame.f_code.co_filename, frame.f_lineno
     return Location(filename, lineno, linecache.getline(filename, lineno).strip())
+
+
+def _is_ours(module: str) -> bool:
+    package = __name__.partition(".")[0]
+    return module.partition(".")[0] == package and module != f"{package}.library"
 
 
 def _node(x: object) -> Node:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gemmgen import aot, pipeline, training
 from gemmgen.config import GemmConfig
 from gemmgen.dsl import Epilogue
-from gemmgen.dtypes import DType
+from gemmgen.dtypes import DType, dtype_of
 from gemmgen.errors import GemmgenError, OperandError, ShapeMismatch, TraceError
 from gemmgen.ir.node import Axes
 from gemmgen.jit.build import BuiltKernel
@@ -235,11 +235,13 @@ class Gemm:
         Args:
             given: operands too, by name; for those whose name is a keyword of this method.
             backward: the plan of the backward instead: what is saved, what is recomputed, which kernels run; given
-                tensors, also what runs its two GEMMs.
+                tensors, also what runs its two GEMMs. Without them A is taken to be bf16.
         """
         operands |= given or {}
         if backward:
-            return "\n".join([training.explain(self._op, self.save), *self._explained_gemms(A, B, operands, arch)])
+            gemms = self._explained_gemms(A, B, operands, arch)
+            a = dtype_of(A.dtype) if isinstance(A, Tensor) else DType.BF16
+            return "\n".join([training.explain(self._op, self.save, a), *gemms])
         if A is None or B is None:
             return aot.explain_graph(self._op)
         return aot.explain(self._op, *self._folded(A, B, operands, out_dtype)[:3], arch, out_dtype)

@@ -285,9 +285,7 @@ def bind_call(
     extents = extents_of(graph.name, A, B)
     check_operands(graph, operands, extents, A)
     if a is DType.F64 and not A.is_cpu:
-        raise UnsupportedOp(
-            f"`{graph.name}`: there is no float64 mainloop for {A.device.type}\n  Use float32, or run it on the CPU."
-        )
+        raise UnsupportedOp(f"`{graph.name}`: no GPU kernel multiplies float64\n  Use float32, or run it on the CPU.")
     wanted = dtype_of(out_dtype) if out_dtype is not None else None
     dtypes = [result_dtype(result, a, wanted) for result in graph.results]
     return bind(bind_epilogue(graph, extents, operands, dtypes, outs or ()), A, B, math_of(a))

@@ -494,15 +494,20 @@ def _part(prepared: Prepared, wants: tuple[str, ...], arrived: tuple[str, ...]) 
 @functools.lru_cache(maxsize=1024)
 def _fused(part: Part, cotangent: str, dtypes: tuple[DType, ...]) -> EpilogueOp | None:
     """The dgrad GEMM with the plan's backward as its epilogue; None where that cannot be."""
-    plan = part.plan
+    graph = _behind_dgrad(part.plan, cotangent)
+    if graph is None:
+        return None
+    graph = replace(_stored_as(graph, dtypes), name=f"{part.plan.graph.name}_dgrad")
+    return register({DType.F32: graph, DType.I32: graph}, part.options)
+
+
+def _behind_dgrad(plan: BackwardPlan, cotangent: str) -> Graph | None:
     if plan.passes or not plan.backward.results:
         return None
     try:  # with the accumulator of the GEMM that it moves to
-        graph = fused_into_dgrad(replace(plan, backward=replace(plan.backward, accum=DType.F32)), f"d_{cotangent}")
+        return fused_into_dgrad(replace(plan, backward=replace(plan.backward, accum=DType.F32)), f"d_{cotangent}")
     except NoBackward:
         return None
-    graph = replace(_stored_as(graph, dtypes), name=f"{plan.graph.name}_dgrad")
-    return register({DType.F32: graph, DType.I32: graph}, part.options)
 
 
 def _elementwise(call: Call, wants: tuple[str, ...], arrived: Mapping[str, Tensor], memory: Memory) -> Gradients:
@@ -662,15 +667,40 @@ def gemms_of_backward(op: EpilogueOp, A: Tensor, B: Tensor) -> dict[str, tuple[E
     }
 
 
-def explain(op: EpilogueOp, save: Save, wants: Iterable[str] | None = None, matrix_dtype: DType = DType.BF16) -> str:
-    """The backward plan of an op as text.
+def explain(op: EpilogueOp, save: Save, a: DType = DType.BF16) -> str:
+    """The plan of all gradients of an op as text.
 
     Args:
-        wants: "accum" and operand names; None for all.
+        a: A's dtype, which decides what a saved tile weighs.
 
     Raises:
         NoBackward: no result has a derivative.
     """
-    graph = op.graph
-    names = [ACCUM, *(p.name for p in graph.parameters)] if wants is None else wants
-    return plan_backward(graph, names, save=save, tile_dtype=matrix_dtype).explain()
+    return _whole_plan(Stage(op, save), a).explain()
+
+
+def explain_chain(stages: Sequence[Stage]) -> str:
+    """The plans of all gradients of a chain, from the last call back, as text; A is taken to be bf16.
+
+    Raises:
+        NoBackward: a result of the last call has no derivative.
+    """
+    texts, behind = [], None
+    for stage in reversed(stages):
+        graph = stage.op.graph
+        if behind is not None and not backward.differentiable(graph, _names(graph)):
+            return "\n".join([*texts, f"backward of `{graph.name}`: none, as its result has no derivative"])
+        plan = _whole_plan(stage, DType.BF16)
+        is_fused = behind is not None and _behind_dgrad(plan, graph.results[0].name) is not None
+        texts.append(plan.explain(behind if is_fused else None))
+        behind = graph.name
+    return "\n".join(texts)
+
+
+def _whole_plan(stage: Stage, a: DType) -> BackwardPlan:
+    graph = stage.op.graph_for(_accum_of(a))
+    return plan_backward(graph, _names(graph), save=stage.save, tile_dtype=_matrix_dtype(a))
+
+
+def _names(graph: Graph) -> list[str]:
+    return [ACCUM, *(p.name for p in graph.parameters)]

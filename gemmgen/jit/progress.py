@@ -1,4 +1,4 @@
-"""Tells a waiting person what is being compiled: nothing for the first 2 s, then something at least every 10 s."""
+"""Tells a waiting person what is being compiled: nothing for the first 2 s, then a line every 5 s."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 QUIET_S = 2.0
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 5.0
 
 
 class Progress:

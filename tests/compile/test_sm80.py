@@ -15,7 +15,7 @@ from gemmgen.lower.sm80 import legal_configs, reject_reason, render_skeleton
 from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
 from gemmgen.source import KernelSource
 
-SM80, SM89, SM90 = arch_named("sm80"), arch_named("sm89"), arch_named("sm90")
+SM80, SM86, SM89, SM90, SM120 = (arch_named(name) for name in ("sm80", "sm86", "sm89", "sm90", "sm120"))
 ROW = Input(Kind.ROW, DType.BF16)
 D = Output(Kind.TILE, DType.BF16)
 
@@ -211,6 +211,9 @@ EVERY_OUTPUT = (
 COMPILED = [
     pytest.param(signature(), SM90, id="bf16"),
     pytest.param(signature(), SM80, id="bf16-sm80"),
+    pytest.param(signature(), SM86, id="bf16-sm86"),
+    pytest.param(signature(), SM120, id="bf16-sm120"),
+    pytest.param(signature(DType.E4M3, alignment=(16, 16)), SM120, id="f8-sm120"),
     pytest.param(signature(inputs=EVERY_INPUT, outputs=EVERY_OUTPUT, tile_alignment=4), SM90, id="every-visitor"),
     pytest.param(signature(DType.F16, k_major=(False, True), alignment=(1, 8), tile_alignment=1), SM90, id="f16-odd"),
     pytest.param(signature(DType.F32, math="tf32", k_major=(False, False), alignment=(1, 4)), SM90, id="tf32"),

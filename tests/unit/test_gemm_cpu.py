@@ -508,6 +508,17 @@ def test_explain_names_the_op_and_source_has_both_texts():
     assert "gemmgen_functor_0" in source and "cutlass" in source
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_explain_says_that_8_bit_matrices_are_laid_out_anew(dtype):
+    by_rows, by_columns = (torch.empty(256, 256, dtype=dtype, device="meta") for _ in range(2))
+    by_columns = by_columns.t()
+    copied = "after one transposing copy"
+    for A, B, count in ((by_rows, by_columns, 0), (by_rows, by_rows, 1), (by_columns, by_rows, 2)):
+        assert PLAIN.explain(A, B, arch="sm90").count(copied) == count
+    wide = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    assert copied not in PLAIN.explain(wide.t(), wide, arch="sm90")
+
+
 @pytest.mark.parametrize("m, n, k", [(0, 8, 8), (8, 8, 0)], ids=str)
 def test_explain_of_empty_problems(m, n, k):
     text = PLAIN.explain(*matrices(m=m, n=n, k=k, dtype=torch.bfloat16), arch="sm90")

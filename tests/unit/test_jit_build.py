@@ -12,7 +12,7 @@ from gemmgen.jit import build, build_module, find
 from gemmgen.jit.compile import Skeleton
 from gemmgen.jit.identity import kernel_key, skeleton_key
 from gemmgen.jit.link import Linked
-from gemmgen.jit.progress import Progress
+from gemmgen.jit.progress import LINE_EVERY_S, QUIET_S, Progress
 from gemmgen.jit.workers import NVCC_PAIR_BYTES, Workers, build_jobs
 from gemmgen.settings import Settings
 from gemmgen.source import KernelSource
@@ -295,6 +295,11 @@ def test_short_builds_are_silent(capfd):
     with Progress(1, quiet_s=10) as progress, progress.step("linking a", counts=True):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_nobody_waits_10_seconds_without_a_line():
+    assert (QUIET_S, LINE_EVERY_S) == (2.0, 5.0)
+    assert vars(Progress(1))["_quiet_s"] == QUIET_S and vars(Progress(1))["_every_s"] == LINE_EVERY_S
 
 
 def test_long_builds_print_plain_lines_where_stderr_is_no_terminal(capfd):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gemmgen.dsl as gg
+from gemmgen import library
 from gemmgen.dtypes import DType
 from gemmgen.errors import TraceError, UnsupportedOp, VerifyError
 from gemmgen.ir import Axes, Op, Parameter, build, to_text
@@ -198,8 +199,15 @@ def test_a_used_reduction_names_the_users_line():
     assert 'total = gg.sum(accum, over="M")' in str(error.value)
 
 
-def test_an_unknown_dtype_is_refused():
-    with pytest.raises(UnsupportedOp, match=r"no element type for torch\.complex64"):
+def test_locations_in_the_library_are_its_lines():
+    graph = traced(library.bias_gelu)
+    preact = build.add(build.accum(), build.load("bias", Axes.ROW))
+    assert graph.locations[preact].filename == library.__file__
+    assert graph.locations[preact].line == "return gg.gelu(accum + bias)"
+
+
+def test_an_unknown_dtype_is_refused_at_its_line():
+    with pytest.raises(UnsupportedOp, match=r"(?s)no element type for torch\.complex64.*at .*test_trace\.py"):
         traced(lambda accum: accum.to(torch.complex64))
 
 

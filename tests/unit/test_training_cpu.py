@@ -385,6 +385,27 @@ def test_explain_says_what_runs_dgrad_and_wgrad():
     assert empty.count("nothing to multiply") == 2
 
 
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 2), (torch.float32, 4), (torch.int8, 2)], ids=str)
+def test_explain_weighs_saved_tiles_in_the_dtype_of_a(dtype, size):
+    A, B = (torch.empty(64, 64, dtype=dtype, device="meta") for _ in range(2))
+    bias = torch.empty(64, device="meta")
+    text = gg.Gemm(library.bias_gelu).explain(A, B, arch="sm90", backward=True, bias=bias)
+    assert f"saved: {size} bytes per element, stored by the forward kernel" in text
+
+
+def test_explain_of_a_chain_says_what_its_dgrad_gemm_carries():
+    gelu, add, quantise = gg.Gemm(library.bias_gelu), gg.Gemm(library.bias), gg.Gemm(quantised)
+    text = gg.chain(gelu, add).explain(backward=True)
+    carried = "no pass: in the epilogue of the dgrad GEMM of `bias`: d_accum, d_bias (summed over M)"
+    assert carried in text.partition("backward of `bias_gelu`")[2]
+    assert "library.py" in text and "saved: 2 bytes per element" in text
+    assert "dgrad GEMM of" not in gg.chain(gg.Gemm(library.bias_gelu, save="recompute"), add).explain(backward=True)
+    assert "`quantised`: none" in gg.chain(quantise, gg.Gemm(library.int8_dequant_bias)).explain(backward=True)
+    with pytest.raises(gg.NoBackward, match="stored as i8"):
+        gg.chain(gelu, quantise).explain(backward=True)
+    assert gg.chain(gelu, add).explain() == f"{gelu.explain()}\n{add.explain()}"
+
+
 def test_a_second_derivative_by_torch_func_is_refused():
     B, bias = leaf(K, N, grad=False), leaf(N, grad=False)
     once = torch.func.grad(lambda A: gg.Gemm(library.bias_gelu)(A, B, bias=bias).sum())
