@@ -215,6 +215,7 @@ def select(binding: Binding, target: Target, config: GemmConfig | None = None) -
         IllegalConfig: no way is legal; the message lists the reasons.
     """
     if config is not None:
+        Fused(config).source(binding, target.arch)  # raises where it is illegal
         return Selection((Fused(config),), "the config given to Gemm", ())
     ranked = choose.ranked(binding.signature, binding.extents, target.arch, target.sm_count)
     fused = [

@@ -669,6 +669,17 @@ def test_what_an_arch_cannot_run_is_refused_with_the_reason(A, B, message):
         PLAIN.source(A, B, arch="sm80")
 
 
+@pytest.mark.parametrize("method", ["explain", "source", "build"])
+def test_a_config_that_is_illegal_is_refused_with_the_reason(method):
+    A = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    for config, reason in (
+        (gg.GemmConfig("sm90", (64, 256, 64), (2, 1), "cooperative"), "cooperative takes multiples of 128"),
+        (gg.GemmConfig("sm75", (64, 256, 64)), "unknown family 'sm75'"),
+    ):
+        with pytest.raises(gg.IllegalConfig, match=reason):
+            getattr(gg.Gemm(identity, config=config), method)(A, A, arch="sm90")
+
+
 def test_options_of_gemm_are_checked():
     with pytest.raises(gg.TraceError, match=r"declared with @gg\.epilogue, not function"):
         gg.Gemm(lambda accum: accum)
