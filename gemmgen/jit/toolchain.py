@@ -201,8 +201,17 @@ class _Layout:
 
 @functools.lru_cache(maxsize=8)
 def _toolkit_layout(nvcc: Path, host_compiler: Path) -> _Layout:
-    """Ask nvcc itself, which also sees through wrapper scripts and distributions' own layouts."""
+    """Ask nvcc itself, which also sees through wrapper scripts and distributions' own layouts.
+
+    Raises:
+        ToolchainError: nvcc does not work with the host compiler; it asks that first.
+    """
     output = _output_of([str(nvcc), "-ccbin", str(host_compiler), "-dryrun", "-E", "-x", "cu", os.devnull])
+    if fatal := re.search(r"^nvcc fatal.*$", output, re.MULTILINE):
+        raise ToolchainError(
+            f"{nvcc} does not work with the host compiler {host_compiler}:\n  {fatal[0]}\n"
+            "  See whether that compiler works by itself, or set GEMMGEN_CXX to another g++."
+        )
     found = dict(re.findall(r"^#\$ (TOP|INCLUDES|SYSTEM_INCLUDES|CICC_PATH)=(.*)$", output, re.MULTILINE))
     top = Path(found.get("TOP", nvcc.parent.parent))
     quoted = re.findall(r'"(?:-I)?(/[^"]+)"', found.get("INCLUDES", "") + found.get("SYSTEM_INCLUDES", ""))

@@ -144,6 +144,15 @@ def test_a_wrong_GEMMGEN_CXX_is_named(monkeypatch, tmp_path):
     expect("'g++-99'", "GEMMGEN_CXX")
 
 
+def test_a_host_compiler_that_does_not_work_is_named(monkeypatch, tmp_path, machine):
+    nvcc = make_toolkit(tmp_path / "cuda")
+    fatal = "nvcc fatal   : Failed to preprocess host compiler properties."
+    text = nvcc.read_text().replace("#!/bin/sh\n", f'#!/bin/sh\n[ "$3" = -dryrun ] && echo "{fatal}" >&2 && exit 1\n')
+    executable(nvcc, text)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    expect(fatal, str(machine / "g++"), "GEMMGEN_CXX")
+
+
 @pytest.mark.parametrize(
     "lost, wheel",
     [
