@@ -271,8 +271,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
     n_step = 8 if config.swapped else 16
     if n % n_step or not n_step <= n <= 256:
         return f"tile_shape n = {n}: the epilogue takes multiples of {n_step} up to 256"
-    if n < 32 and signature.math == "tf32":
-        return f"tile_shape n = {n}: the layouts of tf32 in shared memory need 32 or more"
+    if n % 32 and signature.math == "tf32":
+        return f"tile_shape n = {n}: the layouts of tf32 in shared memory need multiples of 32"
     if k % k_step or k <= 0:
         return f"tile_shape k = {k}: a WGMMA on {signature.a.dtype.text} takes multiples of {k_step}"
     if signature.a.dtype in FP8 and EXACT_SUM_EVERY_K % k:

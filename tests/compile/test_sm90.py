@@ -108,6 +108,8 @@ REFUSED = [
     pytest.param(signature(), replace(COOPERATIVE, split_k=2), "stream_k", id="split-k-persistent"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(64, 256, 64)), "multiples of 128", id="tile-m"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 72, 64)), "multiples of 16", id="tile-n"),
+    pytest.param(signature(DType.F32), replace(PINGPONG, tile_shape=(64, 48, 32)), "multiples of 32", id="tf32-tile-n"),
+    pytest.param(signature(DType.F32), replace(PINGPONG, tile_shape=(64, 112, 32)), "multiples of 32", id="tf32-112"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 128, 24)), "multiples of 16", id="tile-k"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 256, 64)), "registers", id="registers"),
     pytest.param(
