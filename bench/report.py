@@ -164,7 +164,7 @@ def print_report(rows: Sequence[Row]) -> None:
     """Everything that a result file says, as markdown; plain `print`, so that no line is folded."""
     print(f"Median GPU time in microseconds, L2 cold. {conditions(rows)}.\n")
     print(markdown_table(rows), summary(rows), sep="\n\n")
-    if any(row.get("eager_us") for row in rows):
+    if any(row.get("method") == "graph" for row in rows):
         print("\nWall time of one eager call in microseconds, host included, back to back.\n")
         print(eager_table(rows))
 

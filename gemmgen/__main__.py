@@ -40,21 +40,21 @@ def main() -> None:
 def doctor() -> None:
     """Check GPU, driver, torch, compilers and cache; exit 1 if something must be mended."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from gemmgen.doctor import diagnose
 
     findings = diagnose()
-    table = Table("topic", "", "found", "what to do")
+    table = Table("topic", "", Column("found", overflow="fold"))
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    topics: dict[str, list[str]] = {}  # of each mend; one fault may show under several topics
     for finding in findings:
-        table.add_row(
-            finding.topic,
-            f"[{styles[finding.status]}]{finding.status}[/]",
-            _plain(finding.text),
-            _plain(finding.mend),
-        )
+        table.add_row(finding.topic, f"[{styles[finding.status]}]{finding.status}[/]", _plain(finding.text))
+        if finding.mend:
+            topics.setdefault(finding.mend, []).append(finding.topic)
     Console().print(table)
+    for mend, seen in topics.items():  # below the table, where no cell breaks a command that is to be copied
+        click.echo(f"{', '.join(seen)}: {mend}")
     if any(finding.status == "fail" for finding in findings):
         sys.exit(1)
 
@@ -76,19 +76,19 @@ def cache() -> None:
 def cache_ls() -> None:
     """List the entries, the most recently used first."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from gemmgen.jit.cache import INPUTS
 
     store = _cache()
     entries = sorted((e for e in store.entries() if e.kind != INPUTS), key=lambda entry: entry.used, reverse=True)
-    table = Table("kind", "name", "arch", "MB", "used", "nvcc", "key")
+    table = Table("kind", Column("name", overflow="fold"), "arch", "MB", "used", "nvcc", "key")
     for entry in entries:
         facts = entry.facts
         table.add_row(
-            entry.kind.removesuffix("s"),
+            entry.kind,
             _plain(str(facts.get("name", "?"))),
-            str(facts.get("arch", "?")),
+            str(facts.get("arch", "")),
             f"{entry.size_bytes / 1e6:.2f}",
             _ago(time.time() - entry.used),
             facts.get("tools", {}).get("nvcc", ""),
@@ -144,20 +144,23 @@ def _takes_a_problem(command: Callable[..., None]) -> Callable[..., None]:
 @main.command()
 @_takes_a_problem
 def build(target: str, arch: str | None, shapes: tuple[str, ...], **options: Any) -> None:
-    """Compile kernels into the cache, ahead of time; needs no GPU. `library:NAME` is a ready-made epilogue.
+    """Compile kernels into the cache, ahead of time; needs no GPU.
+
+    FILE.py is run to find NAME in it. `library:NAME` is a ready-made epilogue.
 
     Without --shape: the kernel of 4096,4096,4096.
     """
     from gemmgen.jit.cache import is_private
 
     for op, problem in _problems(target, shapes or ("4096,4096,4096",), options):
+        started = time.perf_counter()
         built = op.build(problem.A, problem.B, arch=arch, out_dtype=problem.out_dtype, **problem.operands)
         if is_private(built.cubin):
             raise click.ClickException(
                 f"the cache folder {_cache().root} cannot be written, and the kernel is lost with this process\n"
                 "  Make it writable, or set GEMMGEN_CACHE_DIR to a folder that is."
             )
-        click.echo(_built_text(built))
+        click.echo(_built_text(built, time.perf_counter() - started))
 
 
 @main.command()
@@ -213,12 +216,11 @@ def _problems(target: str, shapes: tuple[str, ...], options: dict[str, Any]) -> 
         yield op, problem(op, extents, operand_dtypes=operand_dtypes, **options)
 
 
-def _built_text(built: BuiltKernel) -> str:
-    seconds = built.skeleton_seconds + built.link_seconds
+def _built_text(built: BuiltKernel, seconds: float) -> str:
     size_kb = built.cubin.stat().st_size / 1e3
     return (
         f"{built.name} for {built.arch}: {size_kb:.0f} KB, {built.registers} registers, "
-        f"{built.stack_bytes} B of stack, compiled in {seconds:.1f} s\n  {built.cubin}"
+        f"{built.stack_bytes} B of stack, ready after {seconds:.1f} s\n  {built.cubin}"
     )
 
 

@@ -35,7 +35,10 @@ def arch_for(name: str | None) -> Arch:
     if name is not None:
         return arch_named(name)
     if not torch.cuda.is_available():
-        raise UnsupportedArch("there is no GPU here to take the architecture from\n  Name one, such as arch=\"sm90\".")
+        raise UnsupportedArch(
+            "there is no GPU here to take the architecture from\n"
+            '  Name one: arch="sm90", or --arch sm90 on the command line.'
+        )
     return arch_of_capability(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 

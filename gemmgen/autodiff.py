@@ -125,7 +125,8 @@ def _clamp(node: Node, cotangent: Node) -> Cotangents:
     low, high = node.attr
     if low is not None and high is not None and low > high:
         return (None,)  # the constant `high`
-    return (where(compare(Op.EQ, node, node.args[0]), cotangent, const(0)),)  # 1 at both ends, 0 for NaN
+    # 1 at both ends, as in torch up to 2.13 (later ones have 0 there); 0 for NaN
+    return (where(compare(Op.EQ, node, node.args[0]), cotangent, const(0)),)
 
 
 @vjp(Op.CAST)

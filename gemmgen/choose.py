@@ -47,7 +47,7 @@ TMA_BYTES = 16
 # By how much a fused kernel takes longer than its estimate, where cuBLAS hardly does: 1.15 times up to M of 512, less
 # from there on, as far as kernels have been measured there.
 SHORTFALL = 3.3  # times M ** -0.5
-# kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.jsonl
+# kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.json
 SWAPPED_AT_ONE_ROW = 0.96
 SWAPPED_PER_ROW = 0.001
 SHORTFALL_LEAST_ROWS = 512

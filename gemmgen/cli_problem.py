@@ -163,7 +163,9 @@ def on_gpu(problem: Problem) -> Problem:
         GemmgenError: there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise GemmgenError("there is no GPU here to measure on")
+        raise GemmgenError(
+            "there is no GPU here to measure on\n  Tune where the kernels will run; without times, a model chooses."
+        )
     operands = {name: _drawn(x) if isinstance(x, Tensor) else x for name, x in problem.operands.items()}
     return Problem(_drawn(problem.A), _drawn(problem.B), operands, problem.out_dtype)
 

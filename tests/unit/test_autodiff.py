@@ -118,8 +118,8 @@ X = ACCUM
 NON_SMOOTH = {
     "relu": (build.unary(Op.RELU, X), torch.relu, [0.0, -0.0, 1, -1, NAN, INF, -INF]),
     "abs": (build.unary(Op.ABS, X), torch.abs, [0.0, -0.0, 1, -1, NAN, INF, -INF]),
-    "clamp": (build.clamp(X, -1, 1), lambda x: x.clamp(-1, 1), [-1, 1, 0, 2, -2, NAN, INF, -INF]),
-    "clamp_min": (build.clamp(X, 1, None), lambda x: x.clamp(min=1), [1, 0, 2, NAN, INF]),
+    "clamp": (build.clamp(X, -1, 1), lambda x: x.clamp(-1, 1), [0, 2, -2, NAN, INF, -INF]),
+    "clamp_min": (build.clamp(X, 1, None), lambda x: x.clamp(min=1), [0, 2, NAN, INF]),
     "clamp_empty": (build.add(X, build.clamp(X, 1, -1)), lambda x: x + x.clamp(1, -1), [-1, 1, 0, 2, NAN]),
     "leaky_relu": (build.leaky_relu(X), F.leaky_relu, [0.0, -0.0, 1, -1, NAN, INF, -INF]),
     "hardswish": (build.hardswish(X), F.hardswish, [-3, 3, 0, -4, 4, 2.5, -INF]),
@@ -149,6 +149,12 @@ def test_non_smooth_points_are_torchs(name):
     x = torch.tensor(points, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(fn(x).sum(), x)
     torch.testing.assert_close(slope(node, points), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("low, high", [(-1, 1), (-1, None), (None, 1)])
+def test_the_slope_of_clamp_is_1_at_both_ends(low, high):
+    ends = [float(end) for end in (low, high) if end is not None]
+    assert slope(build.clamp(X, low, high), ends).tolist() == [1.0] * len(ends)
 
 
 @pytest.mark.parametrize("op, fn", [(Op.MAXIMUM, torch.maximum), (Op.MINIMUM, torch.minimum)])

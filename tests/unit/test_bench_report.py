@@ -100,6 +100,16 @@ def test_main_prints_conditions_table_and_summary(result_file, capsys):
 
     printed = capsys.readouterr().out
     assert "NVIDIA H200, driver 580, torch 2.11" in printed and "**100.0**" in printed and "loss" in printed
+    assert "one eager call" not in printed
+
+
+def test_main_prints_the_eager_times_of_small_problems(tmp_path, capsys):
+    path = tmp_path / "epilogue.jsonl"
+    path.write_text(json.dumps({**row("bias_silu", "gemmgen", 9.0), "method": "graph", "eager_us": 31.5}) + "\n")
+    assert report.main([str(path)]) == 0
+
+    _, _, eager = capsys.readouterr().out.partition("one eager call")
+    assert "**31.5**" in eager
 
 
 def test_result_file_round_trip(tmp_path):

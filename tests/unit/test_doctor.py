@@ -1,6 +1,5 @@
 """`gemmgen doctor` and the cache commands, on fakes: what is printed and which exit code."""
 
-
 import pytest
 from click.testing import CliRunner
 
@@ -56,6 +55,19 @@ def test_a_fault_is_a_failure_with_its_mend_and_exit_code_1(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "Install it with pip" in result.output
+
+
+def test_a_mend_is_one_line_on_a_narrow_terminal_and_said_once(monkeypatch):
+    command = "pip install " + " ".join(f"nvidia-part-{i}==13.0.*" for i in range(8))
+
+    def missing(*_):
+        raise ToolchainError(f"nvcc was not found.\n  Install it with {command}")
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(toolchain, "find_nvcc", missing)
+    monkeypatch.setattr(toolchain, "toolchain", missing)
+    lines = run("doctor").output.splitlines()
+    assert [line for line in lines if "nvidia-part-0" in line] == [f"nvcc, fit: Install it with {command}"]
 
 
 def test_an_old_nvcc_is_a_failure(monkeypatch):
