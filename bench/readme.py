@@ -124,7 +124,8 @@ def _result(path: Path) -> str:
     suite = rows[0]["suite"]
     text = TABLES.get(suite, _kernel_table)(rows)
     unit = UNITS.get(suite, "Median GPU time in microseconds, L2 cold")
-    return f"`{path.name}`: {unit}. {report.conditions(rows)}.\n\n{text}"
+    source = f" The lines are those of the {rows[0]['source']}, to its digits." if "source" in rows[0] else ""
+    return f"`{path.name}`: {unit}. {report.conditions(rows)}.{source}\n\n{text}"
 
 
 def _jit_table(rows: Sequence[Row]) -> str:
