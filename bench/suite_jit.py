@@ -27,7 +27,7 @@ MEANINGS = {
     "import": "import gemmgen, torch imported already",
     "cold_skeleton": "first kernel, empty cache: nvcc, NVRTC and the link",
     "new_epilogue": "new epilogue on a known skeleton: NVRTC and the link",
-    "find_in_cache": "kernel built before, found by a new process",
+    "find_in_cache": "`op.build` of a kernel built before, in a new process; it starts CUDA where there is a GPU",
     "first_call": "import gemmgen, declare, find the kernel, load it, answer: all of a process that has started CUDA",
 }
 
