@@ -191,7 +191,7 @@ class Cache:
     def evict(self) -> list[Path]:
         """Remove the least recently used entries while the folder is over its cap: skeletons first.
 
-        Skeletons are large and only save time when another epilogue needs them; a kernel holds its own launcher.
+        Skeletons only save time when another epilogue needs them; a kernel holds its own launcher.
         """
         entries = self.entries()
         excess = sum(entry.size_bytes for entry in entries) - self.max_bytes

@@ -23,7 +23,8 @@ from gemmgen.settings import settings
 # without NDEBUG device asserts stay in and ptxas serialises wgmma (C7510)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
 LAUNCHER_FLAGS = ("-DGEMMGEN_LAUNCHER", "-Xcompiler", "-fPIC", "-shared", "-Xlinker", "-s")
-LTOIR_FLAGS = ("-rdc=true", "-ltoir")
+# optimised before it is written, LTO-IR is a 60th of the size, and the link takes 0.5 s in the place of 4
+LTOIR_FLAGS = ("-rdc=true", "-ltoir", "-gen-opt-lto")
 FUNCTOR_FLAGS = ("-dlto", "-rdc=true", "--std=c++17")
 CUBIN_FLAGS = ("--std=c++17",)
 LIBRARY_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-s")

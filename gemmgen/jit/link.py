@@ -38,7 +38,7 @@ class Linked:
 
 
 def link(parts: Mapping[str, bytes], arch: Arch, *, name: str = "kernel", allow_spills: bool = False) -> Linked:
-    """Link the LTO-IR `parts` (name to bytes) for `arch`; 2 to 4 s for a CUTLASS kernel.
+    """Link the LTO-IR `parts` (name to bytes) for `arch`; half a second for a CUTLASS kernel.
 
     Raises:
         CompileError: an undefined functor, LTO-IR that is newer than nvJitLink, more or fewer kernels than one,
