@@ -193,7 +193,7 @@ def _gemm(epilogue: Epilogue | Gemm | None, bias: bool, options: Mapping[str, An
     return op
 
 
-def _traced(module: torch.nn.Module, x: torch.fx.Proxy, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _traced(module: torch.nn.Module, x: torch.fx.Proxy, args: tuple[Any, ...], keywords: dict[str, Any]) -> Result:
     """The call of `module` in the graph that `torch.fx` traces: one node, as a call of torch's own modules is.
 
     Raises:
@@ -205,4 +205,4 @@ def _traced(module: torch.nn.Module, x: torch.fx.Proxy, args: tuple[Any, ...], k
             f"torch.fx cannot look into `gg.nn.{type(module).__name__}`: its GEMM is one op\n"
             "  Trace a module that holds it, such as torch.nn.Sequential(module), or use torch.export."
         )
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *args), keywords)
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (x, *args), keywords)  # type: ignore[no-any-return,return-value]
