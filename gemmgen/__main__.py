@@ -225,11 +225,10 @@ def _built_text(built: BuiltKernel, seconds: float) -> str:
 
 
 def _cache() -> Cache:
-    from gemmgen.jit.cache import Cache, cache_root
+    from gemmgen.jit.cache import cache_of
     from gemmgen.settings import settings
 
-    current = settings()
-    return Cache(cache_root(current), current.cache_max_bytes)
+    return cache_of(settings())
 
 
 def _plain(text: str) -> str:

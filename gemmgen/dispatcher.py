@@ -21,7 +21,7 @@ import torch
 from gemmgen import background, jit, pointwise
 from gemmgen.errors import CacheError, GemmgenError
 from gemmgen.jit import load
-from gemmgen.jit.cache import LIBRARIES, Cache, Entry, cache_root, digest
+from gemmgen.jit.cache import LIBRARIES, Cache, Entry, cache_of, digest
 from gemmgen.jit.compile import LIBRARY_FLAGS, compile_library
 from gemmgen.plan import Finish, Plan, Store
 from gemmgen.settings import settings
@@ -317,8 +317,7 @@ os.register_at_fork(after_in_child=_submitted.cache_clear)
 
 
 def _cache() -> Cache:
-    current = settings()
-    return Cache(cache_root(current), current.cache_max_bytes)
+    return cache_of(settings())
 
 
 def _source() -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 from gemmgen.arch import arch_of_capability
 from gemmgen.errors import GemmgenError
 from gemmgen.jit import toolchain
-from gemmgen.jit.cache import Cache, cache_root
+from gemmgen.jit.cache import cache_of
 from gemmgen.settings import settings
 
 Status = Literal["ok", "warn", "fail"]
@@ -133,7 +133,7 @@ def _look_at_dispatcher() -> tuple[Status, str, str]:
 
 def _look_at_cache() -> tuple[Status, str, str]:
     current = settings()
-    cache = Cache(cache_root(current), current.cache_max_bytes)
+    cache = cache_of(current)
     entries = cache.entries()
     used = sum(entry.size_bytes for entry in entries) / 1e9
     text = f"{cache.root}: {len(entries)} entries, {used:.2f} of {cache.max_bytes / 1e9:g} GB"

@@ -24,7 +24,7 @@ import torch
 from gemmgen.bind import Binding
 from gemmgen.device import Target, driver_version
 from gemmgen.errors import ToolchainError
-from gemmgen.jit.cache import Cache, cache_root, digest
+from gemmgen.jit.cache import cache_of, digest
 from gemmgen.jit.toolchain import find_cutlass
 from gemmgen.settings import settings
 from gemmgen.ways import Fused, Selection, Timed, Way, way_of
@@ -175,7 +175,7 @@ def forget() -> None:
 
 
 def _path(key: Key) -> Path:
-    return Cache(cache_root(settings())).tuned_dir / f"{key.name}.json"
+    return cache_of(settings()).tuned_dir / f"{key.name}.json"
 
 
 def _write(path: Path, key: Key, entry: Entry) -> None:

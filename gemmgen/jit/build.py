@@ -13,7 +13,7 @@ from typing import Literal, overload
 
 from gemmgen.arch import Arch
 from gemmgen.errors import CacheError, CompileError, CompileForbidden, GemmgenError, ToolchainError
-from gemmgen.jit.cache import INPUTS, KERNELS, MODULES, SKELETONS, Cache, Entry, cache_root
+from gemmgen.jit.cache import INPUTS, KERNELS, MODULES, SKELETONS, Cache, Entry, cache_of
 from gemmgen.jit.compile import compile_cubin, compile_functor, compile_skeleton
 from gemmgen.jit.identity import inputs_key, kernel_key, module_key, skeleton_key
 from gemmgen.jit.link import link
@@ -92,7 +92,7 @@ class _Place:
 
 def _place() -> _Place:
     current = settings()
-    return _Place(Cache(cache_root(current), current.cache_max_bytes), tool_versions(current), current)
+    return _Place(cache_of(current), tool_versions(current), current)
 
 
 def find(source: KernelSource) -> BuiltKernel | None:

@@ -241,6 +241,11 @@ class Cache:
         return [(path, fault) for path, fault in results if isinstance(fault, str) and fault]
 
 
+def cache_of(current: Settings) -> Cache:
+    """The cache that these settings name."""
+    return Cache(cache_root(current), current.cache_max_bytes)
+
+
 # ---- one entry
 
 
