@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ def calls() -> dict[str, Callable[[], object]]:
     x, weight, bias = drawn(M, K), drawn(N, K), drawn(N)
     w, config = weight.t(), gg.GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
     op, sums = (gg.Gemm(e, config=config) for e in (gg.library.bias_gelu_tanh, gg.library.bias_relu_column_sums))
-    with in_python():
+    with mock.patch.dict(os.environ, GEMMGEN_DISPATCHER="0"):  # ops that are made without the C++ dispatcher
         slow = gg.Gemm(gg.library.bias_gelu_tanh, config=config, tune="off")  # options of its own: an op of its own
     module = gg.nn.Linear(K, N, epilogue=op, device="cuda", dtype=torch.bfloat16)
     found: dict[str, Callable[[], object]] = {
@@ -85,19 +85,6 @@ def calls() -> dict[str, Callable[[], object]]:
         call()
         call()
     return found
-
-
-@contextmanager
-def in_python() -> Iterator[None]:
-    """A block in which ops are made without the C++ dispatcher."""
-    before = os.environ.get("GEMMGEN_DISPATCHER")
-    os.environ["GEMMGEN_DISPATCHER"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["GEMMGEN_DISPATCHER"]
-        if before is not None:
-            os.environ["GEMMGEN_DISPATCHER"] = before
 
 
 def _launch(op: gg.Gemm, x: Tensor, w: Tensor, bias: Tensor) -> Callable[[], object]:
