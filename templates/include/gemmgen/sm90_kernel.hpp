@@ -11,8 +11,9 @@
 
 namespace gemmgen {
 
-// What the epilogue's nodes have to know of the collective around them.
-template <class TileShape_, class EpilogueTileOrAuto, class ElementC, class ElementD, class Schedule>
+// What the epilogue's nodes have to know of the collective around them. `Layout` is that of C and D.
+template <class TileShape_, class EpilogueTileOrAuto, class ElementC, class ElementD, class Schedule,
+          class Layout = cutlass::layout::RowMajor>
 struct EpilogueShape {
   using TileShape = TileShape_;
   using BufferedD = cute::conditional_t<cute::is_void_v<ElementD>, cutlass::bfloat16_t, ElementD>;
@@ -24,22 +25,22 @@ struct EpilogueShape {
   template <class ClusterShape, class ElementAccum, class Visitor>
   using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTileOrAuto, ElementAccum,
-      float, ElementC, cutlass::layout::RowMajor, kTmaElements<ElementC>, ElementD, cutlass::layout::RowMajor,
-      kTmaElements<ElementD>, Schedule, Visitor>::CollectiveOp;
+      float, ElementC, Layout, kTmaElements<ElementC>, ElementD, Layout, kTmaElements<ElementD>, Schedule,
+      Visitor>::CollectiveOp;
 };
 
 // Tiles beside C and D, by TMA.
-template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxLoadDescriptor<
-                                        typename Epi::Descriptor, TileStride, Element>>
+template <class Epi, class Element, class Stride = TileStride, class Aux = cutlass::epilogue::collective::detail::AuxLoadDescriptor<
+                                        typename Epi::Descriptor, Stride, Element>>
 using TileLoad =
-    cutlass::epilogue::fusion::Sm90AuxLoad<Aux::Stages, typename Aux::EpilogueTile, Element, TileStride,
+    cutlass::epilogue::fusion::Sm90AuxLoad<Aux::Stages, typename Aux::EpilogueTile, Element, Stride,
                                            typename Aux::SmemLayoutAtom, typename Aux::CopyOpS2R, kTmaElements<Element>,
                                            false>;
-template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxStoreDescriptor<
-                                        typename Epi::Descriptor, TileStride, Element>>
+template <class Epi, class Element, class Stride = TileStride, class Aux = cutlass::epilogue::collective::detail::AuxStoreDescriptor<
+                                        typename Epi::Descriptor, Stride, Element>>
 using TileStore =
     cutlass::epilogue::fusion::Sm90AuxStore<Aux::Stages, typename Aux::EpilogueTile, Element,
-                                            cutlass::FloatRoundStyle::round_to_nearest, TileStride,
+                                            cutlass::FloatRoundStyle::round_to_nearest, Stride,
                                             typename Aux::SmemLayoutAtom, typename Aux::CopyOpR2S,
                                             kTmaElements<Element>, false>;
 

@@ -9,29 +9,15 @@
 namespace gemmgen {
 
 template <class TileShape, class EpilogueTileOrAuto, class ElementC, class ElementD, class Schedule>
-struct SwappedEpilogueShape : EpilogueShape<TileShape, EpilogueTileOrAuto, ElementC, ElementD, Schedule> {
-  template <class ClusterShape, class ElementAccum, class Visitor>
-  using Collective = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTileOrAuto, ElementAccum,
-      float, ElementC, cutlass::layout::ColumnMajor, kTmaElements<ElementC>, ElementD, cutlass::layout::ColumnMajor,
-      kTmaElements<ElementD>, Schedule, Visitor>::CollectiveOp;
-};
+using SwappedEpilogueShape =
+    EpilogueShape<TileShape, EpilogueTileOrAuto, ElementC, ElementD, Schedule, cutlass::layout::ColumnMajor>;
 
 using SwappedTileStride = cute::Stride<cute::_1, int64_t, int64_t>;  // (M,N,L), column-major
 
-template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxLoadDescriptor<
-                                        typename Epi::Descriptor, SwappedTileStride, Element>>
-using SwappedTileLoad =
-    cutlass::epilogue::fusion::Sm90AuxLoad<Aux::Stages, typename Aux::EpilogueTile, Element, SwappedTileStride,
-                                           typename Aux::SmemLayoutAtom, typename Aux::CopyOpS2R, kTmaElements<Element>,
-                                           false>;
-template <class Epi, class Element, class Aux = cutlass::epilogue::collective::detail::AuxStoreDescriptor<
-                                        typename Epi::Descriptor, SwappedTileStride, Element>>
-using SwappedTileStore =
-    cutlass::epilogue::fusion::Sm90AuxStore<Aux::Stages, typename Aux::EpilogueTile, Element,
-                                            cutlass::FloatRoundStyle::round_to_nearest, SwappedTileStride,
-                                            typename Aux::SmemLayoutAtom, typename Aux::CopyOpR2S,
-                                            kTmaElements<Element>, false>;
+template <class Epi, class Element>
+using SwappedTileLoad = TileLoad<Epi, Element, SwappedTileStride>;
+template <class Epi, class Element>
+using SwappedTileStore = TileStore<Epi, Element, SwappedTileStride>;
 
 // What the kernel sees of a caller's arguments. The skeleton has exchanged ROW and COL.
 inline Args swapped(Args x) {
