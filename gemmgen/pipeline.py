@@ -50,7 +50,10 @@ def kernel_source(binding: Binding, config: GemmConfig, arch: Arch) -> KernelSou
     """
     signature = binding.signature
     if reason := reject_reason(signature, config, arch):
-        raise IllegalConfig(f"{config.label} cannot run `{binding.graph.name}` on {arch.name}: {reason}")
+        raise IllegalConfig(
+            f"{config.label} cannot run `{binding.graph.name}` on {arch.name}: {reason}\n"
+            "  Give another config, or none: then one that can run it is chosen."
+        )
     compiled = config.compiled()
     dtypes = [output.dtype for output in binding.outputs]
     return KernelSource(

@@ -121,7 +121,9 @@ def candidates_of(call: Call, configs: Sequence[GemmConfig] | None = None, most:
         fused = [Fused(config) for config in dict.fromkeys(configs)]
     for way in fused:
         if reason := way.reject_reason(call.binding, target.arch):
-            raise IllegalConfig(f"{way.config.label} cannot run `{call.binding.graph.name}`: {reason}")
+            raise IllegalConfig(
+                f"{way.config.label} cannot run `{call.binding.graph.name}`: {reason}\n  Leave it out of `configs`."
+            )
     unfused = [way for way in UNFUSED.values() if way.reject_reason(call.binding, target.arch) is None]
     return [*fused, *unfused]
 
