@@ -150,14 +150,17 @@ def silu(x: Node) -> Node:
 
 
 def gelu(x: Node) -> Node:
-    return mul(mul(const(0.5), x), add(const(1), unary(Op.ERF, mul(x, const(math.sqrt(0.5))))))
+    half = mul(const(0.5), x)
+    return add(half, mul(half, unary(Op.ERF, mul(x, const(math.sqrt(0.5))))))  # one multiply-add
 
 
 def gelu_tanh(x: Node) -> Node:
     # tanh is 1 (in float64 too) long before x^2 = 100; without the bound the derivative of a large x is 0 * inf
     square = clamp(mul(x, x), None, 100)
-    inner = mul(mul(x, const(math.sqrt(2 / math.pi))), add(const(1), mul(const(0.044715), square)))
-    return mul(mul(const(0.5), x), add(const(1), unary(Op.TANH, inner)))
+    slope = math.sqrt(2 / math.pi)
+    inner = mul(x, add(const(slope), mul(const(0.044715 * slope), square)))
+    half = mul(const(0.5), x)
+    return add(half, mul(half, unary(Op.TANH, inner)))  # one multiply-add
 
 
 def quick_gelu(x: Node) -> Node:

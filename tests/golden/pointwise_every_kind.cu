@@ -72,16 +72,15 @@ __device__ __forceinline__ float gemmgen_functor_0(float accum, float in0, float
   float const v10 = v9 * in3;
   float const v11 = v10 + in0;
   float const v12 = v8 * v11;
-  float const v13 = 1.0f;
-  float const v14 = 0.7071067690849304f;
-  float const v15 = v11 * v14;
-  float const v16 = erff(v15);
-  float const v17 = v13 + v16;
-  float const v18 = v12 * v17;
-  float const v19 = -1.5f;
-  float const v20 = v7 ? v18 : v19;
-  float const v21 = v20 + in2;
-  return v21;
+  float const v13 = 0.7071067690849304f;
+  float const v14 = v11 * v13;
+  float const v15 = erff(v14);
+  float const v16 = v12 * v15;
+  float const v17 = v12 + v16;
+  float const v18 = -1.5f;
+  float const v19 = v7 ? v17 : v18;
+  float const v20 = v19 + in2;
+  return v20;
 }
 __device__ __forceinline__ float gemmgen_functor_1(float accum, float in0, float in1, float in2, float in3, int in4, int in5) {
   float const v4 = accum * in1;
@@ -96,16 +95,15 @@ __device__ __forceinline__ float gemmgen_functor_2(float accum, float in0, float
   float const v10 = v9 * in3;
   float const v11 = v10 + in0;
   float const v12 = v8 * v11;
-  float const v13 = 1.0f;
-  float const v14 = 0.7071067690849304f;
-  float const v15 = v11 * v14;
-  float const v16 = erff(v15);
-  float const v17 = v13 + v16;
-  float const v18 = v12 * v17;
-  float const v19 = -1.5f;
-  float const v20 = v7 ? v18 : v19;
-  float const v21 = v20 + in2;
-  return v21;
+  float const v13 = 0.7071067690849304f;
+  float const v14 = v11 * v13;
+  float const v15 = erff(v14);
+  float const v16 = v12 * v15;
+  float const v17 = v12 + v16;
+  float const v18 = -1.5f;
+  float const v19 = v7 ? v17 : v18;
+  float const v20 = v19 + in2;
+  return v20;
 }
 
 // elements.cuh
