@@ -36,7 +36,7 @@ MEANINGS = {
     "F.linear": "F.linear(x, weight, b)",
     "F.linear + F.gelu": "the same function, unfused",
     "torch.empty": "the result alone",
-    "launch": "the kernel's launcher alone: TMA descriptors, parameters, cuLaunchKernelEx",
+    "launch": "the kernel's launcher alone",
 }
 
 

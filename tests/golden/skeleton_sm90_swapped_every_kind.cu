@@ -118,8 +118,15 @@ extern "C" int gemmgen_partial_count(gemmgen::Args const* x, int output) {
   return 0;
 }
 extern "C" int gemmgen_run(CUfunction kernel, gemmgen::Args const* x, void* workspace, CUstream stream) {
-  if (!is_runnable(gemmgen::swapped(*x))) { return gemmgen::kCannotRun; }
-  return gemmgen::run<Kernel>(kernel, arguments(gemmgen::swapped(*x)), dim3(2, 1, 1), workspace, stream);
+  // of this library alone: a static of a template is shared by all launchers whose kernels have types of one name
+  static thread_local gemmgen::Launches<Kernel> launches;
+  auto const* launch = launches.find(*x, workspace);
+  if (launch == nullptr) {
+    if (!is_runnable(gemmgen::swapped(*x))) { return gemmgen::kCannotRun; }
+    launch = launches.add(*x, workspace, arguments(gemmgen::swapped(*x)));
+    if (launch == nullptr) { return static_cast<int>(gemmgen::encode_status); }
+  }
+  return gemmgen::run(kernel, *launch, dim3(2, 1, 1), stream);
 }
 #endif
 #endif

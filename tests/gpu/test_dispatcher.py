@@ -153,6 +153,30 @@ def test_ops_switched_off_stay_in_python(monkeypatch):
     check(op, A, B, 2.0, bias)
 
 
+def test_the_launches_that_a_launcher_keeps():
+    op = new_op(9)
+    A, B, bias = call_of(200)
+    weights = [integers(128, 64, seed=seed).t() for seed in range(150)]  # more than it keeps
+    buffer = integers(400, 128, seed=3)
+    halves, narrow = buffer.view(800, 64), buffer[:, :64]
+    views = (halves[:200], halves[:64], halves[:400:2], narrow[:200], narrow[:399])  # of one address
+    for _ in range(3):
+        for weight in weights:
+            check(op, A, weight, 2.0, bias)
+        for view in views:
+            check(op, view, B, 2.0, bias)
+        buffer.copy_(integers(400, 128, seed=4))
+        bias.copy_(integers(128, seed=5))
+
+
+def test_a_kept_launch_clears_its_workspace():
+    config = gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2)
+    op = new_op(10, config)
+    A, B, bias = call_of(200, K=512)
+    for _ in range(5):
+        check(op, A, B, 1.0, bias)
+
+
 @pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 def test_another_device():
     op = new_op(8)

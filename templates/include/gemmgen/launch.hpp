@@ -5,6 +5,10 @@
 #include <cutlass/cuda_host_adapter.hpp>
 #include <cutlass/cutlass.h>
 
+#include <cstring>
+#include <memory>
+#include <vector>
+
 #include "gemmgen/abi.h"
 #include "gemmgen/encode.hpp"
 
@@ -62,24 +66,84 @@ inline bool is_tma_tensor(void const* ptr, int64_t row_stride, int64_t rows, int
          strides * element_bytes % kTmaAlignmentBytes == 0;
 }
 
-// Runs `Kernel` with `arguments`, which must be legal. Returns 0, a positive CUresult, or kCannotRun.
+// What a launch hands to the driver, and the bytes that decide it.
 template <class Kernel>
-int run(CUfunction function, typename Kernel::Arguments const& arguments, dim3 cluster, void* workspace,
-        CUstream stream) {
-  DriverAdapter adapter;
-  if (Kernel::initialize_workspace(arguments, workspace, stream, &adapter) != cutlass::Status::kSuccess) {
-    return kCannotRun;
+struct Launch {
+  Args args;
+  void* workspace;
+  typename Kernel::Arguments arguments;  // for clearing the workspace
+  typename Kernel::Params params;
+  dim3 grid;
+
+  bool is_of(Args const& other, void* other_workspace) const {
+    return workspace == other_workspace && std::memcmp(&args, &other, sizeof(Args)) == 0;  // Args has no padding
   }
-  encode_status = CUDA_SUCCESS;
-  auto params = Kernel::to_underlying_arguments(arguments, workspace);
-  if (encode_status != CUDA_SUCCESS) { return static_cast<int>(encode_status); }
-  dim3 grid = Kernel::get_grid_shape(params), block = Kernel::get_block_shape();
+};
+
+// The launches that a thread prepared last: encoding the TMA descriptors takes longer than cuLaunchKernelEx.
+// A descriptor holds the address, the extents, the strides and the type of a tensor, never its contents, and the rest
+// of the parameters follows from Args as well. Neither the device nor the context is part of the key: addresses are
+// unique among all devices of a process, and the number of SMs is in Args.
+template <class Kernel>
+class Launches {
+ public:
+  // Null where no launch is known.
+  Launch<Kernel> const* find(Args const& args, void* workspace) const {
+    uint64_t tag = tag_of(args, workspace);
+    for (size_t i = 0; i < tags_.size(); ++i) {
+      if (tags_[i] == tag && launches_[i]->is_of(args, workspace)) { return launches_[i].get(); }
+    }
+    return nullptr;
+  }
+
+  // Null where the driver refuses a descriptor: `encode_status` says why. `arguments` are those of `args`.
+  Launch<Kernel> const* add(Args const& args, void* workspace, typename Kernel::Arguments const& arguments) {
+    encode_status = CUDA_SUCCESS;
+    auto params = Kernel::to_underlying_arguments(arguments, workspace);
+    if (encode_status != CUDA_SUCCESS) { return nullptr; }
+    dim3 grid = Kernel::get_grid_shape(params);
+    if (tags_.size() < kMost) {
+      tags_.emplace_back();
+      launches_.emplace_back();
+    }
+    size_t oldest = added_++ % kMost;
+    tags_[oldest] = tag_of(args, workspace);
+    launches_[oldest].reset(new Launch<Kernel>{args, workspace, arguments, params, grid});
+    return launches_[oldest].get();
+  }
+
+ private:
+  static constexpr size_t kMost = 128;  // more than a model has layers, each with its weights
+
+  // Tells most calls apart.
+  static uint64_t tag_of(Args const& args, void* workspace) {
+    void const* pointers[] = {args.a.ptr, args.b.ptr, args.inputs[0].ptr, args.outputs[0].ptr, workspace};
+    uint64_t tag = uint64_t(args.m);
+    for (void const* pointer : pointers) {
+      tag = tag * 0x9e3779b97f4a7c15u + reinterpret_cast<uintptr_t>(pointer);
+    }
+    return tag;
+  }
+
+  std::vector<uint64_t> tags_;  // of `launches_`, apart from them for a quick search
+  std::vector<std::unique_ptr<Launch<Kernel>>> launches_;
+  size_t added_ = 0;
+};
+
+// Returns 0, a positive CUresult, or kCannotRun. The driver copies the parameters before it returns, also when it
+// captures the launch into a graph, so that they need not outlive the call.
+template <class Kernel>
+int run(CUfunction function, Launch<Kernel> const& launch, dim3 cluster, CUstream stream) {
+  DriverAdapter adapter;
+  auto cleared = Kernel::initialize_workspace(launch.arguments, launch.workspace, stream, &adapter);
+  if (cleared != cutlass::Status::kSuccess) { return kCannotRun; }
+  dim3 grid = launch.grid, block = Kernel::get_block_shape();
   CUlaunchAttribute attribute{};
   attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
   attribute.value.clusterDim = {cluster.x, cluster.y, cluster.z};
   CUlaunchConfig config{grid.x, grid.y, grid.z, block.x, block.y, block.z, Kernel::SharedStorageSize, stream,
                         &attribute, 1};
-  void* kernel_params[] = {&params};
+  void* kernel_params[] = {const_cast<typename Kernel::Params*>(&launch.params)};
   return static_cast<int>(cuLaunchKernelEx(&config, function, kernel_params, nullptr));
 }
 
