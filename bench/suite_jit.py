@@ -28,6 +28,7 @@ MEANINGS = {
     "cold_skeleton": "first kernel, empty cache: nvcc, NVRTC and the link",
     "new_epilogue": "new epilogue on a known skeleton: NVRTC and the link",
     "find_in_cache": "`op.build` of a kernel built before, in a new process; it starts CUDA where there is a GPU",
+    "load": "declare, find the kernel in the cache, load it, answer, in a process that has started CUDA",
     "first_call": "import gemmgen, declare, find the kernel, load it, answer: all of a process that has started CUDA",
 }
 
@@ -46,7 +47,7 @@ def run(settings: Settings, console: Console) -> int:
     results.add(rows)
     console.print(table_of(arch, rows))
     if not torch.cuda.is_available():
-        console.print("Needs a GPU: first_call.")
+        console.print("Needs a GPU: load, first_call.")
     console.print(f"written: {results.path}")
     return 0
 
