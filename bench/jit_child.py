@@ -57,6 +57,39 @@ def first_call(arch: str) -> dict[str, list[float]]:
     return {"first_call": [import_s + load_s], "load": [load_s]}
 
 
+def background_first_call(arch: str) -> dict[str, list[float]]:
+    """On a GPU: the first answer of `compile="background"`, whose fused kernel is not in the cache."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from bench.cases import CASES, draw_inputs
+
+    inputs, op = draw_inputs(CASES["bias_silu"], _shape()), _new_op(compile="background")
+    torch.mm(inputs.A, inputs.B)
+    torch.cuda.synchronize()
+
+    def answer() -> None:
+        inputs.bind(op)()
+        torch.cuda.synchronize()
+
+    return {"background_first_call": [seconds(answer)]}
+
+
+def tune(arch: str) -> dict[str, list[float]]:
+    """On a GPU: measuring 16 configs of a new epilogue, after another has left their skeletons in the cache."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from bench import gemmgen_api
+    from bench.cases import CASES, draw_inputs
+
+    inputs = draw_inputs(CASES["bias_silu"], _shape())
+    gemmgen_api.tune(_op(), inputs, most=16)
+    return {"tune": [seconds(lambda op=op: gemmgen_api.tune(op, inputs, most=16)) for op in (_new_op(), _new_op())]}
+
+
 ACTIVATIONS = ("gelu_tanh", "silu", "relu", "gelu", "quick_gelu")
 
 
@@ -72,6 +105,18 @@ def _op(index: int = 0) -> Callable[..., object]:
     return gg.Gemm(gg.epilogue(bias_activation))
 
 
+def _new_op(**options: str) -> Callable[..., object]:
+    """An op with the operands of `_op` that no cache knows."""
+    import gemmgen as gg
+
+    slope = 1 + time.time_ns() % 1_000_000 / 1e6
+
+    def bias_leaky(accum, bias: gg.Row):  # type: ignore[no-untyped-def]
+        return gg.leaky_relu(slope * accum + bias)
+
+    return gg.Gemm(gg.epilogue(bias_leaky), **options)
+
+
 def _shape() -> object:
     from bench.shapes import SHAPES
 
@@ -85,7 +130,8 @@ def _build(op: Callable[..., object], arch: str) -> None:
     gemmgen_api.build_op(op, draw_inputs(CASES["bias_silu"], _shape(), device="meta"), arch)
 
 
-MEASURES = {"import": import_beyond_torch, "cold": cold, "find": find, "first_call": first_call}
+MEASURES = {"import": import_beyond_torch, "cold": cold, "find": find, "first_call": first_call,
+            "background_first_call": background_first_call, "tune": tune}  # fmt: skip
 
 if __name__ == "__main__":
     what, arch_name = sys.argv[1:]

@@ -21,7 +21,9 @@ from bench.settings import Settings
 from gemmgen.arch import arch_of_capability
 
 ARCH_WITHOUT_GPU = "sm90"
+WARM = ("import", "find", "first_call")
 REPEATS = 5
+ON_A_GPU = (*["background_first_call"] * 3, "tune")
 
 MEANINGS = {
     "import": "import gemmgen, torch imported already",
@@ -30,6 +32,8 @@ MEANINGS = {
     "find_in_cache": "`op.build` of a kernel built before, in a new process; it starts CUDA where there is a GPU",
     "load": "declare, find the kernel in the cache, load it, answer, in a process that has started CUDA",
     "first_call": "import gemmgen, declare, find the kernel, load it, answer: all of a process that has started CUDA",
+    "background_first_call": "first answer of `compile=\"background\"`, with an epilogue that is not in the cache",
+    "tune": "tuning a new epilogue over 16 configs whose skeletons are known: links, checks, measurements",
 }
 
 
@@ -47,20 +51,20 @@ def run(settings: Settings, console: Console) -> int:
     results.add(rows)
     console.print(table_of(arch, rows))
     if not torch.cuda.is_available():
-        console.print("Needs a GPU: load, first_call.")
+        console.print("Needs a GPU: load, first_call, background_first_call, tune.")
     console.print(f"written: {results.path}")
     return 0
 
 
 def collect(arch: str, cache: Path) -> dict[str, list[float]]:
     """Seconds by metric. `cache` is an empty folder: the cold build fills it, the warm ones find it full."""
-    return _collected(["cold", *["import", "find", "first_call"] * REPEATS], arch, cache)
+    return _collected(["cold", *WARM * REPEATS, *ON_A_GPU], arch, cache)
 
 
 def collect_warm(arch: str) -> dict[str, list[float]]:
     """The seconds of warm processes alone, with the user's own cache, where the kernel is built if it is missing."""
     _in_new_process("find", arch, None)
-    return _collected(["import", "find", "first_call"] * REPEATS, arch, None)
+    return _collected([*WARM * REPEATS, *ON_A_GPU], arch, None)
 
 
 def _collected(whats: Sequence[str], arch: str, cache: Path | None) -> dict[str, list[float]]:

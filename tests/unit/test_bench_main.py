@@ -93,7 +93,7 @@ def test_build_all_records_failures_and_goes_on(monkeypatch):
 
 def test_jit_suite_gathers_samples_of_all_processes(monkeypatch, tmp_path):
     answers = {"cold": {"cold_skeleton": [30.0], "new_epilogue": [3.0, 2.0]}, "import": {"import": [0.1]},
-               "find": {"find_in_cache": [0.2]}, "first_call": {}}  # fmt: skip
+               "find": {"find_in_cache": [0.2]}, "first_call": {}, "background_first_call": {}, "tune": {}}  # fmt: skip
     monkeypatch.setattr(suite_jit, "_in_new_process", lambda what, arch, cache: answers[what])
 
     samples = suite_jit.collect("sm90", tmp_path)
