@@ -131,7 +131,7 @@ SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
         *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
     )
 )
-# where partial sums are promoted, a wider tile costs registers that no other tile of its size has left
+# where partial sums are promoted: the widest tile whose halves do so in turn
 EXACT_FP8_CANDIDATES: tuple[GemmConfig, ...] = (_sm90(128, 192, "cooperative", (2, 1)),)
 # worth a measurement: the tuner tries them too
 SM90_FURTHER: tuple[GemmConfig, ...] = (
@@ -154,6 +154,11 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _swapped(64, 16, 128, "single", 1, stages=5),
     _swapped(64, 16, 256),
     *(_swapped(128, n, 128, "cooperative", split_k) for n in (16, 64) for split_k in (1, 2, 4)),
+)
+EXACT_FP8_FURTHER: tuple[GemmConfig, ...] = (
+    _sm90(128, 192, "cooperative", (1, 2)),
+    _sm90(64, 192, "pingpong", (1, 2)),
+    _sm90(64, 192, "pingpong", (2, 1)),
 )
 SM100_CANDIDATES: tuple[GemmConfig, ...] = (GemmConfig("sm100", (128, 128, 64), (1, 1), "auto"),)
 
@@ -199,8 +204,11 @@ def worth_measuring(
         most: candidates at most, each tile and schedule once before any second cluster of it.
     """
     best = ranked(signature, extents, arch, sm_count)
-    further = [_scaled_k(config, signature) for config in SM90_FURTHER] if best[0].config.family == "sm90" else []
-    more = _timed(signature, extents, _fitting(signature, tuple(further), arch), sm_count)
+    further = SM90_FURTHER if best[0].config.family == "sm90" else ()
+    if further and signature.a.dtype in FP8:
+        further += EXACT_FP8_FURTHER
+    scaled = tuple(_scaled_k(config, signature) for config in further)
+    more = _timed(signature, extents, _fitting(signature, scaled, arch), sm_count)
     pool = sorted([*best, *more], key=lambda choice: choice.time_us)
     return [choice for choice in pool if choice.time_us <= within * pool[0].time_us][:most]
 
@@ -223,19 +231,17 @@ def _timed(signature: Signature, extents: Extents, configs: Sequence[GemmConfig]
 def has_registers(signature: Signature, config: GemmConfig) -> bool:
     """Whether the accumulators leave a thread enough registers for this epilogue; else ptxas would spill.
 
-    A warpgroup's thread has 240 of them. The limits are what compiled without a spill.
+    A warpgroup's thread has 240 of them. The limits are what compiled without a spill. Sums that wait for their
+    promotion are dead by then.
     """
     if config.family != "sm90":
         return True
     threads = 256 if config.kernel_schedule.startswith("cooperative") else 128
     accums = config.tile_shape[0] * config.tile_shape[1] // threads
-    if signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
-        accums *= 2  # partial sums are promoted into a second set
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    most = 3 if signature.a.dtype in FP8 else 1  # the second set is dead by the time of the epilogue
-    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= most and not reduces
+    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= 1 and not reduces
     return accums <= (192 if is_simple else 128)
 
 

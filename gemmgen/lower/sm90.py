@@ -18,6 +18,7 @@ MIN_STAGES = 2
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
+PROMOTED_WIDTHS = (128, 96, 64)  # of a part of a tile; a narrower WGMMA takes longer to read A than to multiply it
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     return render(
         "sm90.cu.jinja",
         **collective_values(signature, config),
-        headers=(*swapped_header, _mainloop_header(signature, schedule), schedule.kernel_header),
+        headers=(*swapped_header, _mainloop_header(signature, config), schedule.kernel_header),
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         tile_m=tile_m,
         tile_n=tile_n,
@@ -91,6 +92,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
+        promoted_chunks=promoted_chunks(config) if is_promoted(signature, config) else 0,
         stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],
         cluster_split=config.split_k if config.scheduler == CLUSTER_SPLIT else 0,
@@ -304,11 +306,29 @@ def _transposes_b(signature: Signature) -> bool:
     return signature.a.dtype is DType.F32 and not signature.a.k_major and not signature.b.k_major
 
 
+def is_promoted(signature: Signature, config: GemmConfig) -> bool:
+    """Whether what the tensor cores sum is added to accumulators in fp32 after each k tile."""
+    return signature.a.dtype in FP8 and not SCHEDULES[config.kernel_schedule].is_fast_accum
+
+
+def promoted_chunks(config: GemmConfig) -> int:
+    """How many runs of columns a tile is promoted in: the fewest, so the widest, that leave registers."""
+    n = config.tile_shape[1]
+    legal = [1, *(n // width for width in PROMOTED_WIDTHS if width < n and n % width == 0)]
+    return next((chunks for chunks in legal if _promoted_registers(config, chunks) <= MAX_ACCUM_REGISTERS), legal[-1])
+
+
+def _promoted_registers(config: GemmConfig, chunks: int) -> int:
+    """Accumulators of one thread, and the sums of two chunks of 64 rows: one is computed while one is promoted."""
+    m, n, _ = config.tile_shape
+    return m * n // SCHEDULES[config.kernel_schedule].threads + 2 * (64 * n // chunks // 128)
+
+
 def _accum_registers(signature: Signature, config: GemmConfig) -> int:
-    """Accumulators of one thread; fp8 keeps exact sums beside the tensor core's own."""
-    schedule = SCHEDULES[config.kernel_schedule]
-    copies = 2 if signature.a.dtype in FP8 and not schedule.is_fast_accum else 1
-    return copies * config.tile_shape[0] * config.tile_shape[1] // schedule.threads
+    """Accumulators of one thread, with the sums that are to be promoted."""
+    if is_promoted(signature, config):
+        return _promoted_registers(config, promoted_chunks(config))
+    return config.tile_shape[0] * config.tile_shape[1] // SCHEDULES[config.kernel_schedule].threads
 
 
 def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
@@ -387,10 +407,11 @@ def stage_count(config: GemmConfig) -> str:
     return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
 
 
-def _mainloop_header(signature: Signature, schedule: Schedule) -> str:
-    fp8 = "_fp8" if signature.a.dtype in FP8 and not schedule.is_fast_accum else ""
+def _mainloop_header(signature: Signature, config: GemmConfig) -> str:
+    if is_promoted(signature, config):
+        return "gemmgen/sm90_promoted.hpp"
     operands = "rs" if signature.a.dtype is DType.F32 and not signature.a.k_major else "ss"  # A in registers or shared
-    return f"cutlass/gemm/collective/sm90_mma_tma_gmma_{operands}_warpspecialized{fp8}.hpp"
+    return f"cutlass/gemm/collective/sm90_mma_tma_gmma_{operands}_warpspecialized.hpp"
 
 
 def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str) -> dict[str, object]:

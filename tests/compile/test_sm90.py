@@ -11,7 +11,7 @@ from gemmgen.arch import arch_named
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.jit.build import build
-from gemmgen.lower.sm90 import SCHEDULES, lower_to_evt, reject_reason, render_skeleton
+from gemmgen.lower.sm90 import SCHEDULES, lower_to_evt, promoted_chunks, reject_reason, render_skeleton
 from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
 from gemmgen.source import KernelSource
 
@@ -78,6 +78,8 @@ LEGAL = [
         replace(COOPERATIVE, tile_shape=(128, 256, 128), kernel_schedule="cooperative_fast_accum"),
         id="fp8-fast",
     ),
+    pytest.param(signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), id="fp8-wide"),
+    pytest.param(signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(256, 128, 64)), id="fp8-tall"),
     pytest.param(signature(inputs=(ROW, TILE), outputs=(D, SUM_OVER_M)), SWAPPED, id="swapped"),
     pytest.param(signature(DType.I8), replace(SWAPPED, tile_shape=(64, 8, 256)), id="swapped-int8"),
     pytest.param(
@@ -113,7 +115,7 @@ REFUSED = [
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 128, 24)), "multiples of 16", id="tile-k"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 256, 64)), "registers", id="registers"),
     pytest.param(
-        signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(128, 256, 128)), "registers", id="fp8-registers"
+        signature(DType.E4M3), replace(COOPERATIVE, tile_shape=(256, 192, 128)), "registers", id="fp8-registers"
     ),
     pytest.param(
         signature(DType.F32, k_major=(False, False)),
@@ -249,6 +251,24 @@ def test_every_schedule_renders_its_tags(name):
     assert f"cutlass::epilogue::{SCHEDULES[name].epilogue}>" in text
 
 
+@pytest.mark.parametrize("tile, schedule, chunks", [
+    ((128, 128), "cooperative", 1), ((128, 192), "cooperative", 2), ((128, 256), "cooperative", 4),
+    ((256, 128), "cooperative", 2), ((64, 112), "pingpong", 1), ((64, 128), "pingpong", 1), ((128, 128), "pingpong", 2),
+    ((64, 256), "single", 4),
+])  # fmt: skip
+def test_promotion_takes_the_widest_chunks_that_leave_registers(tile, schedule, chunks):
+    config = replace(COOPERATIVE, tile_shape=(*tile, 128), kernel_schedule=schedule)
+    assert promoted_chunks(config) == chunks
+
+
+def test_only_exact_fp8_is_promoted():
+    exact = replace(COOPERATIVE, tile_shape=(128, 192, 128))
+    fast = replace(exact, kernel_schedule="cooperative_fast_accum")
+    assert "gemmgen::PromotedMainloop<UnpromotedMainloop, 2>" in render_skeleton(signature(DType.E4M3), exact, SM90)
+    assert "PromotedMainloop" not in render_skeleton(signature(DType.E4M3), fast, SM90)
+    assert "PromotedMainloop" not in render_skeleton(signature(DType.I8), exact, SM90)
+
+
 # ---- what compiles
 
 BUILT = [
@@ -261,6 +281,19 @@ BUILT = [
         id="swapped",
     ),
     pytest.param(signature(DType.I8, inputs=(ROW, TILE)), SPLIT, id="swapped-cluster-split"),
+    pytest.param(
+        signature(DType.E4M3, inputs=(ROW, COL, TILE, TILE, SCALAR), outputs=(D, D, SUM_OVER_M, MAX_OVER_N)),
+        replace(COOPERATIVE, tile_shape=(128, 256, 128)),
+        id="fp8-chunks-of-columns",
+    ),
+    pytest.param(
+        signature(DType.E4M3, DType.E5M2, inputs=(ROW, COL)),
+        replace(COOPERATIVE, tile_shape=(256, 128, 128), scheduler="stream_k"),
+        id="fp8-chunks-of-rows-and-columns",
+    ),
+    pytest.param(
+        signature(DType.E5M2, inputs=(ROW,)), replace(PINGPONG, tile_shape=(64, 112, 64)), id="fp8-in-one-chunk"
+    ),
 ]
 
 

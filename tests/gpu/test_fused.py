@@ -267,6 +267,44 @@ def test_few_rows_of_other_inputs_are_exact_on_integers(dtype):
         assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
 
 
+EXACT_FP8_CONFIGS = [
+    gg.GemmConfig("sm90", (128, 128, 128), (1, 2), "cooperative"),
+    gg.GemmConfig("sm90", (128, 192, 128), (2, 1), "cooperative"),
+    gg.GemmConfig("sm90", (128, 192, 64), (1, 1), "cooperative"),
+    gg.GemmConfig("sm90", (128, 256, 128), (2, 1), "cooperative"),
+    gg.GemmConfig("sm90", (256, 128, 128), (1, 2), "cooperative"),
+    gg.GemmConfig("sm90", (128, 256, 128), (2, 1), "cooperative", scheduler="stream_k"),
+    gg.GemmConfig("sm90", (128, 128, 128), (1, 1), "cooperative", scheduler="stream_k", split_k=3),
+    gg.GemmConfig("sm90", (64, 112, 128), (1, 1), "pingpong"),
+    gg.GemmConfig("sm90", (64, 128, 32), (1, 1), "pingpong"),
+    gg.GemmConfig("sm90", (64, 256, 128), (1, 2), "pingpong"),
+    gg.GemmConfig("sm90", (128, 128, 128), (2, 1), "pingpong"),
+    swapped((64, 8, 128)),
+    swapped((64, 128, 128)),
+    cluster_split((64, 16, 128), 4),
+    cluster_split((64, 64, 128), 2),
+]
+
+
+# every count of k tiles that the mainloop's unrolled loop may end at, and a last one that K does not fill
+@pytest.mark.parametrize("config", EXACT_FP8_CONFIGS, ids=lambda c: f"{c.label}-{c.split_k}")
+def test_fp8_is_exact_on_integers_for_any_number_of_k_tiles(config):
+    op = gg.Gemm(kitchen, config=config)
+    for K in (16, 128, 144, 384, 512, 528, 640, 768, 1040):
+        A, B = matrices(264, 528, K, "nt", torch.float8_e4m3fn)
+        operands = operands_of(264, 528)
+        assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
+@pytest.mark.parametrize("config", EXACT_FP8_CONFIGS, ids=lambda c: f"{c.label}-{c.split_k}")
+def test_mixed_fp8_is_exact_over_a_long_k(config):
+    op = gg.Gemm(scaled, config=config)
+    A, B = (x.float().abs() for x in matrices(384, 1040, 40016, "nt", torch.float8_e4m3fn))
+    A, B = A.to(torch.float8_e5m2), B.to(torch.float8_e4m3fn)  # sums of 16 bits, more than the tensor core has
+    operands = {"row": integers(1040, device=CUDA), "alpha": 1.0}
+    assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
+
+
 @pytest.mark.parametrize("layout", ["nn", "tt"])
 def test_few_rows_of_any_layout_are_exact_on_integers(layout):
     op = gg.Gemm(kitchen, config=swapped((64, 8, 128)))
