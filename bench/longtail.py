@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench import report
 from bench.results import ResultFile, Row
 from bench.rungs import has_triton
 from bench.settings import Settings
@@ -33,6 +34,7 @@ MAX_M = 16384
 
 Operands = Mapping[str, Tensor]
 Serve = Callable[[int], object]
+Kernel = tuple[str, object]  # an epilogue, and a config as far as it is compiled
 
 
 @dataclass(frozen=True)
@@ -173,19 +175,35 @@ def _prepare(
     ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int], settings: Settings, console: Console
 ) -> Row:
     """Everything that gemmgen builds or measures before it serves. No M has its plan made here."""
-    started = time.perf_counter()
+    started, tried = time.perf_counter(), set()
     if settings.tuned:
         for M in representatives(lengths):
             for gemm in LAYER:
                 x, weight, operands = inputs.of(gemm, M)
-                console.print(f"{gemm.name}: {ops[gemm.name].tune(x, weight.t(), most=settings.tuned, **operands)}")
-    kernels = _build(ops, inputs, sorted(set(lengths)))
-    return {"kernels": kernels, "tuned": settings.tuned, "prepare_s": round(time.perf_counter() - started, 2)}
+                entry = ops[gemm.name].tune(x, weight.t(), most=settings.tuned, **operands)
+                tried |= _kernels_in(gemm, [row.way for row in entry.rows])
+                console.print(f"{gemm.name}: {entry}", markup=False)
+    tuned = time.perf_counter()
+    served = _build(ops, inputs, sorted(set(lengths)))
+    return {
+        "kernels": len(served),
+        "kernels_built": len(served | tried),
+        "tuned": settings.tuned,
+        "tune_s": round(tuned - started, 2),
+        "prepare_s": round(time.perf_counter() - started, 2),
+    }
 
 
-def _build(ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int]) -> int:
-    """Build the kernels of all lengths, in parallel; how many they are."""
-    from gemmgen import jit, ways
+def _kernels_in(gemm: Gemm, some: Iterable[Any]) -> set[Kernel]:
+    """The compiled kernels among some ways: rasters and swizzles of one are one."""
+    from gemmgen import ways
+
+    return {(gemm.epilogue, way.config.compiled()) for way in some if isinstance(way, ways.Fused)}
+
+
+def _build(ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int]) -> set[Kernel]:
+    """Build the kernels of all lengths, in parallel; which they are."""
+    from gemmgen import jit
     from gemmgen.runtime import selected
 
     sources = {}
@@ -195,10 +213,10 @@ def _build(ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int]) -> in
             x, weight, operands = inputs.of(gemm, M)
             call = runner.tunable(x, weight.t(), operands)
             way = selected(call.binding, call.target, runner.options).ways[0]
-            if isinstance(way, ways.Fused) and (key := (gemm.epilogue, way.config.compiled())) not in sources:
-                sources[key] = way.source(call.binding, call.target.arch)
+            for kernel in _kernels_in(gemm, [way]) - sources.keys():
+                sources[kernel] = way.source(call.binding, call.target.arch)
     jit.build(list(sources.values()), on_error="return")
-    return len(sources)
+    return set(sources)
 
 
 def representatives(lengths: Iterable[int]) -> list[int]:
@@ -282,7 +300,7 @@ def rows_of(served: Mapping[str, Served], prepared: Row) -> list[Row]:
 def table_of(rows: Sequence[Row]) -> Table:
     """The rows for the terminal."""
     columns = ("rung", "requests", "total_ms", "ms_per_request", "host_p50_us", "host_p99_us", "worst_call_ms",
-               "kernels", "prepare_s")  # fmt: skip
+               "kernels", "kernels_built", "tune_s", "prepare_s")  # fmt: skip
     table = Table(title="longtail: real prompt lengths through a Llama-3-8B layer", title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column == "rung" else "right")
@@ -291,10 +309,40 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows as the README shows them, and what they come to."""
+    ours, *_ = (row for row in rows if row["rung"] == "gemmgen")
+    header = ["rung", "requests", "total s", "gemmgen's share of it", "ms a request", "host p50 us", "host p99 us",
+              "longest call ms", "kernels in use", "kernels built", "tuning s", "tuning and building s"]  # fmt: skip
+    lines = [
+        [
+            row["rung"],
+            str(row["requests"]),
+            f"{row['total_ms'] / 1e3:.2f}",
+            f"{ours['ms_per_request'] / row['ms_per_request']:.3f}" if row["ms_per_request"] else "-",
+            f"{row['ms_per_request']:.3f}",
+            f"{row['host_p50_us']:.1f}",
+            f"{row['host_p99_us']:.1f}",
+            f"{row['worst_call_ms']:.2f}",
+            *(str(row.get(key, "-")) for key in ("kernels", "kernels_built", "tune_s", "prepare_s")),
+        ]
+        for row in rows
+    ]
+    everything = len(requests())
+    text = (
+        f"Prompt lengths of {ours['requests']} of {everything} real requests as M through the four products of a "
+        "Llama-3-8B layer, every rung in turns. Host times and the longest call are of single products, after a "
+        "warm-up."
+    )
+    return f"{text}\n\n{report.table(header, lines)}\n\n{break_even(rows)}."
+
+
 def break_even(rows: Sequence[Row]) -> str:
     """After how many requests what was prepared is paid back, against the fastest other rung."""
     by_rung = {row["rung"]: row for row in rows}
     ours = by_rung.pop("gemmgen")
+    if not by_rung:
+        return "No other rung was served"
     fastest = min(by_rung.values(), key=lambda row: row["ms_per_request"])
     saved_ms = fastest["ms_per_request"] - ours["ms_per_request"]
     cost = f"{ours['prepare_s']:.1f} s of building and measuring"

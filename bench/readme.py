@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import report, suite_host, suite_training
+from bench import sections
 from bench.environment import REPOSITORY
-from bench.results import Row, read
-from bench.suite_jit import MEANINGS
+from bench.results import read
 from gemmgen import choose
 from gemmgen.arch import ARCHS, Arch
 from gemmgen.dtypes import DType
@@ -112,43 +111,9 @@ def environment() -> str:
 
 
 def results(folder: Path = RESULTS) -> str:
-    """Each result file of `folder`, as `bench.report` prints it."""
-    texts = [_result(path) for path in sorted(folder.glob("*.jsonl"))]
-    return "\n\n".join(text for text in texts if text) or "No results yet."
-
-
-def _result(path: Path) -> str:
-    rows = read(path)
-    if not rows:
-        return ""
-    suite = rows[0]["suite"]
-    text = TABLES.get(suite, _kernel_table)(rows)
-    unit = UNITS.get(suite, "Median GPU time in microseconds, L2 cold")
-    source = f" The lines are those of the {rows[0]['source']}, to its digits." if "source" in rows[0] else ""
-    return f"`{path.name}`: {unit}. {report.conditions(rows)}.{source}\n\n{text}"
-
-
-def _jit_table(rows: Sequence[Row]) -> str:
-    lines = [_row(["", "median s", "largest s"]), _row(["---", "---:", "---:"])]
-    for row in rows:
-        lines.append(_row([MEANINGS[row["metric"]], f"{row['median_s']:.3f}", f"{row['max_s']:.3f}"]))
-    return "\n".join(lines)
-
-
-UNITS = {"jit": "Median seconds", "host": "Median host time"}
-MOST_PROBLEMS = 40  # of a table in the README
-
-
-def _kernel_table(rows: Sequence[Row]) -> str:
-    if len(report.by_problem(rows)) > MOST_PROBLEMS:
-        return f"`python -m bench.report` on this file prints its table; in short:\n\n{report.summary(rows)}"
-    return f"{report.markdown_table(rows)}\n\n{report.summary(rows)}"
-
-
-# the suites whose rows are not times of one GEMM
-TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "jit": _jit_table, "training": suite_training.markdown_table, "host": suite_host.markdown_table,
-}  # fmt: skip
+    """Each result file of `folder` in short; files of the suite `llama` are parts of one run."""
+    files = {path: read(path) for path in sorted(folder.glob("*.jsonl"))}
+    return "\n\n".join(sections.of(files, sections.SHORT)) or "No results yet."
 
 
 def _row(cells: Sequence[str]) -> str:

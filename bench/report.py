@@ -1,8 +1,9 @@
-"""README's tables from a result file: `python -m bench.report bench/results/<file>.jsonl`."""
+"""Everything that result files say, as markdown: `python -m bench.report bench/results/<file>.jsonl`."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections import Counter
@@ -47,19 +48,30 @@ def speedup(rungs: Rows, other: str | None) -> float | None:
     return theirs / ours if ours and theirs else None
 
 
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of each problem from the run that started last: times of two runs do not compare."""
+    last: dict[Problem, str] = {}
+    for row in rows:
+        last[problem_of(row)] = max(last.get(problem_of(row), ""), row.get("started", ""))
+    return [row for row in rows if row.get("started", "") == last[problem_of(row)]]
+
+
 def markdown_table(rows: Sequence[Row]) -> str:
     """GPU medians of every problem in microseconds, the fastest whole rung in bold, losses said in the last column."""
     problems = by_problem(rows)
     names = [name for name in RUNGS if any(name in rungs for rungs in problems.values())]
     header = ["case", "M x N x K", *(RUNGS[name].label for name in names), "gemmgen against the fastest other"]
-    lines = [_line(header), _line(["---", "---", *["---:"] * (len(names) + 1)])]
-    for (case, m, n, k), rungs in problems.items():
-        lines.append(_line([case, f"{m} x {n} x {k}", *_times(rungs, names), _against_fastest(rungs)]))
-    return "\n".join(lines)
+    lines = [
+        [case, f"{m} x {n} x {k}", *_times(rungs, names), _against_fastest(rungs)]
+        for (case, m, n, k), rungs in problems.items()
+    ]
+    return table(header, lines, texts=2)
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A markdown table; its first `texts` columns are aligned to the left, the numbers to the right."""
+    rules = ["---"] * texts + ["---:"] * (len(header) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rules, *lines))
 
 
 def _times(rungs: Rows, names: Sequence[str]) -> list[str]:
@@ -92,7 +104,15 @@ def eager_table(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """Geometric means of the speedups, the losses by name, compile times, and why figures are absent; markdown."""
     problems = by_problem(rows)
-    return "\n".join([*_means(problems), *_losses(problems), *_compile_times(rows), *_reasons(rows)])
+    return "\n".join([*_means(problems), _wins(problems), *_losses(problems), *_compile_times(rows), *_reasons(rows)])
+
+
+def short_summary(rows: Sequence[Row], with_losses: bool = True) -> str:
+    """`summary` with the losses in a table by case and M, and one line for each reason why figures are absent."""
+    problems = by_problem(rows)
+    lines = "\n".join([*_means(problems), _wins(problems), *_compile_times(rows), *_short_reasons(rows)])
+    losses = _loss_table(problems) if with_losses else ""
+    return f"{lines}\n\n{losses}" if losses else lines
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -111,13 +131,41 @@ def _means(problems: dict[Problem, Rows]) -> list[str]:
     return lines
 
 
-def _losses(problems: dict[Problem, Rows]) -> list[str]:
-    lost = {problem: rungs for problem, rungs in problems.items() if (speedup(rungs, fastest_other(rungs)) or 1) < 1}
+def _wins(problems: dict[Problem, Rows]) -> str:
     measured = sum(1 for rungs in problems.values() if speedup(rungs, fastest_other(rungs)))
-    lines = [f"- gemmgen is the fastest in {measured - len(lost)} of {measured} problems"]
-    for (case, m, n, k), rungs in lost.items():
-        lines.append(f"- loss: {case} at {m} x {n} x {k}, {_against_fastest(rungs)}")
-    return lines
+    return f"- gemmgen is the fastest in {measured - len(_lost(problems))} of {measured} problems"
+
+
+def _lost(problems: dict[Problem, Rows]) -> dict[Problem, Rows]:
+    return {problem: rungs for problem, rungs in problems.items() if (speedup(rungs, fastest_other(rungs)) or 1) < 1}
+
+
+def _losses(problems: dict[Problem, Rows]) -> list[str]:
+    return [
+        f"- loss: {case} at {m} x {n} x {k}, {_against_fastest(rungs)}"
+        for (case, m, n, k), rungs in _lost(problems).items()
+    ]
+
+
+def _loss_table(problems: dict[Problem, Rows]) -> str:
+    """How many problems of each case and M are lost, the worst of them, and to whom."""
+    lost = _lost(problems)
+    if not lost:
+        return ""
+    Ms = sorted({m for _, m, _, _ in lost})
+    lines = []
+    for case in dict.fromkeys(case for case, *_ in lost):
+        cells = [_losses_of(case, m, problems, lost) for m in Ms]
+        winners = Counter(fastest_other(rungs) or "" for problem, rungs in lost.items() if problem[0] == case)
+        lines.append([case, *cells, ", ".join(f"{RUNGS[name].label} {n}" for name, n in winners.most_common())])
+    header = ["losses, and the worst, at M =", *map(str, Ms), "lost to"]
+    return table(header, lines)
+
+
+def _losses_of(case: str, m: int, problems: dict[Problem, Rows], lost: dict[Problem, Rows]) -> str:
+    speedups = [speedup(rungs, fastest_other(rungs)) or 1 for p, rungs in lost.items() if p[:2] == (case, m)]
+    of = sum(1 for p, rungs in problems.items() if p[:2] == (case, m) and speedup(rungs, fastest_other(rungs)))
+    return f"{len(speedups)} of {of}, {min(speedups):.2f}x" if speedups else ABSENT
 
 
 # What is compiled for a rung, by the field of the row that holds its seconds.
@@ -144,41 +192,78 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
     return [f"- no figure for {RUNGS[rung].label} in {n} problem(s): {reason}" for (rung, reason), n in counts.items()]
 
 
+def _short_reasons(rows: Sequence[Row]) -> list[str]:
+    """One line for each reason but for its numbers; what gemmgen itself failed at is told in full."""
+    rungs_of: dict[str, Counter[str]] = {}
+    for row in rows:
+        if row.get("reason"):
+            reason = row["reason"] if row["rung"] == SELF else _without_numbers(row["reason"])
+            rungs_of.setdefault(reason, Counter())[row["rung"]] += 1
+    return [
+        f"- no figure, {reason}: {', '.join(f'{RUNGS[rung].label} in {n}' for rung, n in rungs.items())} problem(s)"
+        for reason, rungs in rungs_of.items()
+    ]
+
+
+def _without_numbers(reason: str) -> str:
+    """`reason` without what differs from problem to problem."""
+    return "wrong answer" if reason.startswith("wrong answer") else re.sub(r", (M is|they are) [\d and]+$", "", reason)
+
+
 def conditions(rows: Sequence[Row]) -> str:
-    """Device and versions of a run, in one line."""
-    first = rows[0]
+    """Device and versions of a run, in one line; of all runs where these are the rows of several."""
+    return "; ".join(dict.fromkeys(map(_conditions, rows)))
+
+
+def _conditions(row: Row) -> str:
+    cores = [f"{row['cores']} cores"] if "cores" in row else []
     return ", ".join(
         [
-            first["device"],
-            f"driver {first['driver']}",
-            f"torch {first['torch']}",
-            f"CUDA {first['cuda']}",
-            f"Triton {first['triton']}",
-            f"CUTLASS {first['cutlass']}",
-            f"gemmgen {first['gemmgen']} at {first['commit']}",
+            row["device"],
+            *cores,
+            f"driver {row['driver']}",
+            f"torch {row['torch']}",
+            f"CUDA {row['cuda']}",
+            f"Triton {row['triton']}",
+            f"CUTLASS {row['cutlass']}",
+            f"gemmgen {row['gemmgen']} at {row['commit']}",
         ]
     )
 
 
+def full(rows: Sequence[Row]) -> str:
+    """Everything that a file of kernel times says."""
+    parts = [markdown_table(rows), summary(rows)]
+    if any(row.get("method") == "graph" for row in rows):
+        parts += ["Wall time of one eager call in microseconds, host included, back to back.", eager_table(rows)]
+    return "\n\n".join(parts)
+
+
+MOST_PROBLEMS = 40  # of a table in the README
+IN_SHORT = "`python -m bench.report` on this file prints its table; in short:"
+
+
+def short(rows: Sequence[Row]) -> str:
+    """What the README shows of a file of kernel times."""
+    table = IN_SHORT if len(by_problem(rows)) > MOST_PROBLEMS else markdown_table(rows)
+    return f"{table}\n\n{short_summary(rows)}"
+
+
 def print_report(rows: Sequence[Row]) -> None:
     """Everything that a result file says, as markdown; plain `print`, so that no line is folded."""
-    print(f"Median GPU time in microseconds, L2 cold. {conditions(rows)}.\n")
-    print(markdown_table(rows), summary(rows), sep="\n\n")
-    if any(row.get("method") == "graph" for row in rows):
-        print("\nWall time of one eager call in microseconds, host included, back to back.\n")
-        print(eager_table(rows))
+    print(f"Median GPU time in microseconds, L2 cold. {conditions(rows)}.\n\n{full(rows)}")
 
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments:
         print(__doc__)
         return 2
-    rows = [row for path in arguments for row in read(Path(path)) if row["suite"] not in ("jit", "training")]
-    if not rows:
-        print("no rows of kernel times in these files")
-        return 1
-    print_report(rows)
-    return 0
+    from bench import sections  # which imports the suites, and these import this module
+
+    files = {path: read(path) for path in map(Path, arguments)}
+    texts = sections.of(files, sections.FULL)
+    print("\n\n".join(texts) or "no rows in these files")
+    return 0 if texts else 1
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ Row = dict[str, Any]
 
 
 class ResultFile:
-    """A `.jsonl` file in `folder`, named after the suite and the time; every row carries `fixed` too."""
+    """A `.jsonl` file in `folder`, named after the suite, the time and `label`; every row carries `fixed` too."""
 
-    def __init__(self, folder: Path, suite: str, fixed: Row):
+    def __init__(self, folder: Path, suite: str, fixed: Row, label: str = ""):
         folder.mkdir(parents=True, exist_ok=True)
         started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        self.path = folder / f"{suite}-{started}.jsonl"
+        self.path = folder / f"{suite}-{started}{label}.jsonl"
         self._fixed = {"suite": suite, "started": started, **fixed}
         self.rows: list[Row] = []
 

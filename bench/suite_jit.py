@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import report
 from bench.environment import REPOSITORY
 from bench.results import ResultFile, Row
 from bench.settings import Settings
@@ -108,3 +109,9 @@ def table_of(arch: str, rows: list[Row]) -> Table:
         numbers = (f"{row[key]:.3f}" for key in ("median_s", "min_s", "max_s"))
         table.add_row(row["metric"], *numbers, str(row["n"]), MEANINGS[row["metric"]])
     return table
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows as the README shows them."""
+    lines = [[MEANINGS[row["metric"]], f"{row['median_s']:.3f}", f"{row['max_s']:.3f}"] for row in rows]
+    return report.table(["", "median s", "largest s"], lines)

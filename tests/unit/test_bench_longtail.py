@@ -1,16 +1,17 @@
-"""The suites `longtail` and `llama` without a GPU: the requests, the replay in turns, the figures."""
+"""The suite `longtail` without a GPU: the requests, the replay in turns, the figures."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
-from bench import llama, longtail
+import gemmgen as gg
+from bench import longtail
 from bench.longtail import LAYER, Gemm, Inputs, Served, break_even, replay, representatives, requests, rows_of
-from bench.problem import Problem
-from bench.settings import Settings
 from gemmgen.tuned import bucket_of
+from gemmgen.ways import SPLIT, Fused
 
 
 def test_all_requests_are_there_in_a_shuffled_order():
@@ -89,17 +90,32 @@ def test_rows_of_what_was_served():
     assert "kernels" not in second
 
 
-def test_llama_covers_every_layer_case_and_m(tmp_path):
-    everything = list(llama.problems(Settings((), (), (), tmp_path)))
-    assert len(everything) == len(set(everything)) == 11 * 8 * 4
-    assert {p.shape.M for p in everything} == {1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
-    few = list(llama.problems(Settings((), (), (), tmp_path, ms=(16,))))
-    assert few and {p.shape.M for p in few} == {16}
-    assert all(isinstance(p, Problem) for p in few)
+def replayed(**ours):
+    served = {"gemmgen": Served(10.0, 4, [1.0, 5.0, 9000.0]), "eager": Served(20.0, 4, [1.0])}
+    served["compiled"] = Served(8.0, 4, [2.0])
+    prepared = {"kernels": 3, "kernels_built": 20, "tuned": 12, "tune_s": 4.0, "prepare_s": 5.0, **ours}
+    return rows_of(served, prepared)
 
 
-@pytest.mark.parametrize("case", llama.LLAMA_CASES, ids=str)
-def test_every_case_of_llama_has_its_epilogue(case):
-    from bench import gemmgen_api
+def test_the_table_of_the_readme():
+    text, table, verdict = longtail.markdown_table(replayed()).split("\n\n")
 
-    assert gemmgen_api.gemm(case)
+    assert "of 4 of 28185 real requests" in text
+    assert table.splitlines()[2:] == [
+        "| gemmgen | 4 | 0.01 | 1.000 | 2.500 | 5.0 | 8820.1 | 9.00 | 3 | 20 | 4.0 | 5.0 |",
+        "| eager | 4 | 0.02 | 0.500 | 5.000 | 1.0 | 1.0 | 0.00 | - | - | - | - |",
+        "| compiled | 4 | 0.01 | 1.250 | 2.000 | 2.0 | 2.0 | 0.00 | - | - | - | - |",
+    ]
+    assert verdict == "5.0 s of building and measuring never pay: compiled is faster by 0.5000 ms for each request."
+
+
+def test_a_run_of_gemmgen_alone_has_a_table():
+    assert longtail.markdown_table(replayed()[:1]).endswith("No other rung was served.")
+
+
+def test_kernels_that_differ_in_their_raster_alone_are_one():
+    config = gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong")
+    configs = (config, replace(config, raster="N"), replace(config, tile_shape=(64, 128, 64)))
+    kernels = longtail._kernels_in(LAYER[0], [*map(Fused, configs), SPLIT])
+
+    assert len(kernels) == 2 and {epilogue for epilogue, _ in kernels} == {"bias"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme, report
+from bench import readme, report, sections
 from gemmgen import settings
 from gemmgen.__main__ import cache, main
 
@@ -65,11 +66,19 @@ def test_without_results_nothing_is_claimed(tmp_path):
 
 
 def test_result_files_are_shown(tmp_path, monkeypatch):
-    (tmp_path / "epilogue-1.jsonl").write_text('{"suite": "epilogue", "n": 1}\n')
+    for name in ("epilogue-1", "epilogue-2", "llama-a", "llama-b"):
+        row = {"suite": name[:-2], "case": name, "M": 1, "N": 1, "K": 1}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(report, "conditions", lambda rows: "a GPU")
-    monkeypatch.setattr(report, "by_problem", lambda rows: {"a problem": rows})
-    monkeypatch.setattr(report, "markdown_table", lambda rows: f"table of {len(rows)}")
-    monkeypatch.setattr(report, "summary", lambda rows: "summary")
-    assert readme.results(tmp_path) == (
-        "`epilogue-1.jsonl`: Median GPU time in microseconds, L2 cold. a GPU.\n\ntable of 1\n\nsummary"
-    )
+    tables = {suite: lambda rows, suite=suite: f"{suite} table of {len(rows)}" for suite in ("epilogue", "llama")}
+    monkeypatch.setattr(sections, "SHORT", tables)
+    unit = "Median GPU time in microseconds, L2 cold"
+    assert readme.results(tmp_path).split("\n\n") == [
+        f"`epilogue-1.jsonl`: {unit}. a GPU.",
+        "epilogue table of 1",
+        f"`epilogue-2.jsonl`: {unit}. a GPU.",
+        "epilogue table of 1",
+        "`llama-a.jsonl`, `llama-b.jsonl`: Median GPU times, L2 cold. a GPU.",
+        "llama table of 2",
+    ]
