@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from bench import llama, longtail, suite_epilogue, suite_host, suite_jit, suite_training
-from bench.cases import CASES
+from bench.cases import CASES, Case
 from bench.environment import describe
 from bench.rungs import RUNGS
 from bench.settings import Settings
@@ -19,6 +19,8 @@ from bench.shapes import SHAPES, Shape, select
 SUITES = {"epilogue": suite_epilogue.run, "jit": suite_jit.run, "training": suite_training.run, "host": suite_host.run,
           "llama": llama.run, "longtail": longtail.run}  # fmt: skip
 
+LLAMA_CASES = {case.name: case for case in llama.LLAMA_CASES}
+ALL_CASES = CASES | LLAMA_CASES
 PEERS = [name for name, rung in RUNGS.items() if rung.is_peer]
 OURS = [name for name in RUNGS if name not in PEERS]
 QUICK_CASES = ("bias_gelu_tanh", "int8_dequant_bias")
@@ -42,9 +44,10 @@ class Names(click.ParamType):
 
 @click.command(help=__doc__)
 @click.option("--suite", type=click.Choice(list(SUITES)), default="epilogue", show_default=True)
-@click.option("--cases", type=Names(CASES), default=",".join(CASES), help="Comma-separated; all by default.")
+@click.option("--cases", type=Names(ALL_CASES), default="", help="Comma-separated; all of the suite by default.")
 @click.option("--shapes", default="headline", show_default=True, help=f"Of {', '.join(SHAPES)}, all; comma-separated.")
 @click.option("--ms", default="", help="Only shapes with one of these M, comma-separated.")
+@click.option("--part", default="1/1", show_default=True, help="i/n: the i-th of n parts of the suite llama.")
 @click.option("--rungs", type=Names(RUNGS), default=",".join(OURS), help="Comma-separated; all but peers by default.")
 @click.option("--peers", is_flag=True, help=f"Also {', '.join(PEERS)}, where they are installed.")
 @click.option("--rounds", default=25, show_default=True, help="Samples of each rung.")
@@ -59,11 +62,11 @@ class Names(click.ParamType):
 @click.option("--quick", is_flag=True, help="Two cases, one shape, few rounds, no max-autotune.")
 def main(
     suite, cases, shapes, ms, rungs, rounds, budget_s, max_autotune, autotune_shapes, autotune_budget_s, out, commit,
-    plot, quick, tuned, peers,
+    plot, quick, tuned, peers, part,
 ):  # fmt: skip
     chosen = _shapes(shapes, ms if suite == "epilogue" else "")
     settings = Settings(
-        cases=tuple(CASES[name] for name in QUICK_CASES) if quick else cases,
+        cases=_cases(suite, cases, quick),
         shapes=chosen[:1] if quick else chosen,
         rungs=tuple(dict.fromkeys((*rungs, *(RUNGS[name] for name in PEERS if peers)))),
         out=out,
@@ -75,6 +78,7 @@ def main(
         plot=plot,
         quick=quick,
         ms=tuple(map(int, _listed(ms))),
+        part=_part(part),
         tuned=tuned,
         environment=describe(commit),
     )
@@ -83,6 +87,19 @@ def main(
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _cases(suite: str, cases: tuple[Case, ...], quick: bool) -> tuple[Case, ...]:
+    if suite == "llama":
+        return cases or tuple(LLAMA_CASES.values())
+    return tuple(CASES[name] for name in QUICK_CASES) if quick else cases or tuple(CASES.values())
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise click.BadParameter(f"{text} is not a part such as 1/2")
+    return int(part), int(parts)
 
 
 def _shapes(groups: str, ms: str) -> tuple[Shape, ...]:

@@ -17,7 +17,8 @@ class Device:
     Attributes:
         torch_name: for torch's `device=`.
         l2_bytes: what inputs must overflow to be cold.
-        gpu_recorder: GPU time of a call, L2 cold.
+        gpu_recorder: makes what takes the GPU time of a call, L2 cold; a new one for each problem, since each spins
+            as long as the slowest host that it has met.
         wall_recorder: host and GPU time of a call.
         capture: a call as one graph launch; raises RuntimeError where it cannot be captured.
         synchronize, release_memory: wait for the device; give cached memory back.
@@ -25,7 +26,7 @@ class Device:
 
     torch_name: str
     l2_bytes: int
-    gpu_recorder: Recorder
+    gpu_recorder: Callable[[], Recorder]
     wall_recorder: Recorder
     capture: Callable[[Call], Call]
     synchronize: Callable[[], None]
@@ -38,7 +39,7 @@ def current_gpu() -> Device:
     return Device(
         torch_name="cuda",
         l2_bytes=torch.cuda.get_device_properties().L2_cache_size,
-        gpu_recorder=ColdL2Recorder(),
+        gpu_recorder=ColdL2Recorder,
         wall_recorder=WallRecorder(synchronize),
         capture=graphed,
         synchronize=synchronize,

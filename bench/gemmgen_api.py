@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gemmgen as gg
 from bench.cases import Case, Inputs, draw_inputs
+from bench.results import Row
 from bench.shapes import Shape
+
+if TYPE_CHECKING:
+    from gemmgen.device import Target
+    from gemmgen.render import KernelSource
 
 EPILOGUES = {
     epilogue.name: epilogue
@@ -47,14 +52,34 @@ def tune(op: gg.Gemm, inputs: Inputs, most: int) -> Any:
     return op.tune(inputs.A, inputs.B, most=most, **inputs.operands)
 
 
-def heuristic_loss(op: gg.Gemm, inputs: Inputs, entry: Any) -> float | None:
-    """How much slower than the best measured way the model's own choice is; None where it has no time."""
+def sources_to_tune(case: Case, shape: Shape, most: int, target: Target) -> list[KernelSource]:
+    """The sources of the fused kernels that `tune` measures for `case` at `shape` on `target`."""
+    from gemmgen import tune, ways
+    from gemmgen.runtime import bind_call
+
+    inputs = draw_inputs(case, shape, device="meta")
+    binding = bind_call(gemm(case)._op.graph_for, inputs.A, inputs.B, inputs.operands, None)
+    call = tune.Call(binding, target, (inputs.A, inputs.B), inputs.operands, reference=list)
+    candidates = tune.candidates_of(call, most=most)
+    return [way.source(binding, target.arch) for way in candidates if isinstance(way, ways.Fused)]
+
+
+def tuned_times(op: gg.Gemm, inputs: Inputs, entry: Any) -> Row:
+    """Microseconds of the best measured way and of the model's own choice, and by what fraction that is slower.
+
+    None where the choice has no time.
+    """
     from gemmgen import ways
 
     call = op._op.runner.tunable(inputs.A, inputs.B, inputs.operands)
     times = {row.way: row.time_us for row in entry.rows if row.time_us is not None}
-    chosen = times.get(ways.select(call.binding, call.target).ways[0])
-    return round(chosen / min(times.values()) - 1, 4) if chosen else None
+    best_us, model_us = min(times.values(), default=None), times.get(ways.select(call.binding, call.target).ways[0])
+    loss = round(model_us / best_us - 1, 4) if model_us and best_us else None
+    return {"best_us": _rounded(best_us), "model_us": _rounded(model_us), "heuristic_loss": loss}
+
+
+def _rounded(time_us: float | None) -> float | None:
+    return None if time_us is None else round(time_us, 3)
 
 
 def kernel_of(op: gg.Gemm, inputs: Inputs) -> str:

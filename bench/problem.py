@@ -101,7 +101,7 @@ def _time_large(problem: Problem, entries: Sequence[Entry], settings: Settings, 
     """Events around single calls on one set of inputs, L2 flushed before each."""
     inputs = draw_inputs(problem.case, problem.shape, device.torch_name)
     calls = {e.rung.name: inputs.bind(e.function) for e in entries if e.function and e.is_timeable}
-    timings = _measured(calls, 1, device.gpu_recorder, settings)
+    timings = _measured(calls, 1, device.gpu_recorder(), settings)
     return [replace(entry, gpu=timings.get(entry.rung.name)) for entry in entries]
 
 
@@ -111,7 +111,7 @@ def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings, 
     chains = {e.rung.name: _chain(e.function, input_sets) for e in entries if e.function and e.is_timeable}
     eager = _measured(chains, len(input_sets), device.wall_recorder, settings)
     graphs, reasons = _captured(chains, device)
-    gpu = _measured(graphs, len(input_sets), device.gpu_recorder, settings)
+    gpu = _measured(graphs, len(input_sets), device.gpu_recorder(), settings)
     return [
         replace(
             entry,

@@ -92,7 +92,12 @@ def _max_autotune(case: Case, shape: Shape) -> Prepared:
     return Prepared(compiled, lambda inputs: f"{_kernels_generated() - before} generated kernel(s)")
 
 
+NOT_IN_TRITON = ("bias_silu_residual",)
+
+
 def _triton(case: Case, shape: Shape) -> Prepared:
+    if case.name in NOT_IN_TRITON:
+        raise Unavailable("the plain Triton kernel has no such case")
     _require_triton()
     from bench import triton_rung
 

@@ -22,6 +22,7 @@ class Settings:
         tuned: kernels that gemmgen measures for each problem before it is timed; 0 leaves the choice to the model.
         out: folder of the result files.
         ms: a suite with problems of its own takes those with one of these M; all where empty.
+        part: (i, n): a suite with problems of its own takes the i-th of n parts of them, counted from 1.
         quick: a suite with problems of its own takes one.
         environment: recorded with each result line.
     """
@@ -39,4 +40,5 @@ class Settings:
     tuned: int = 0
     quick: bool = False
     ms: tuple[int, ...] = ()
+    part: tuple[int, int] = (1, 1)
     environment: dict[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from rich.console import Console
 from bench import __main__ as cli
 from bench import builds, suite_jit
 from bench.cases import CASES
+from bench.llama import LLAMA_CASES
 from bench.problem import Problem
 from bench.rungs import RUNGS
 from bench.shapes import Shape
@@ -21,7 +22,7 @@ def asked(monkeypatch):
     def run(*arguments):
         seen = []
         suite = lambda settings, console: seen.append(settings) or 0  # noqa: E731
-        monkeypatch.setattr(cli, "SUITES", {"epilogue": suite, "jit": suite})
+        monkeypatch.setattr(cli, "SUITES", dict.fromkeys(cli.SUITES, suite))
         result = CliRunner().invoke(cli.main, arguments)
         return result, seen[0] if seen else None
 
@@ -50,6 +51,17 @@ def test_selection(asked):
     assert len(settings.shapes) == 10 and [rung.name for rung in settings.rungs] == ["gemmgen", "eager"]
 
 
+def test_llama_takes_its_own_cases_or_those_asked_for(asked):
+    assert asked("--suite", "llama")[1].cases == LLAMA_CASES
+    assert asked("--suite", "llama", "--cases", "bias_silu_residual")[1].cases == (LLAMA_CASES[1],)
+    assert asked("--suite", "llama", "--quick")[1].cases == LLAMA_CASES
+
+
+def test_parts(asked):
+    assert asked()[1].part == (1, 1)
+    assert asked("--part", "2/3")[1].part == (2, 3)
+
+
 def test_no_max_autotune_keeps_the_rung_so_that_it_is_reported(asked):
     _, settings = asked("--no-max-autotune")
 
@@ -68,6 +80,8 @@ def test_quick_is_small(asked):
         (("--cases", "nonsense"), "nonsense"),
         (("--shapes", "nonsense"), "nonsense"),
         (("--shapes", "headline", "--ms", "3"), "no shape"),
+        (("--part", "3/2"), "not a part"),
+        (("--part", "2"), "not a part"),
     ],
 )
 def test_names_that_do_not_exist_are_refused(asked, arguments, words):

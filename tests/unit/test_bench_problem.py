@@ -25,7 +25,7 @@ def nothing():
 CPU = Device(
     torch_name="cpu",
     l2_bytes=100_000,
-    gpu_recorder=WallRecorder(nothing),
+    gpu_recorder=lambda: WallRecorder(nothing),
     wall_recorder=WallRecorder(nothing),
     capture=lambda call: call,
     synchronize=nothing,
@@ -160,6 +160,16 @@ def test_a_large_problem_has_gpu_times_alone(tmp_path, monkeypatch):
     rows = run_on(CPU, Shape(16, 64, 64), tmp_path)
 
     assert rows["eager"]["method"] == "events" and rows["eager"]["n"] == 8 and rows["eager"]["eager_us"] is None
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_each_problem_has_a_recorder_of_its_own(tmp_path, monkeypatch, is_small):
+    monkeypatch.setattr(Shape, "is_small", is_small)
+    made = []
+    device = replace(CPU, gpu_recorder=lambda: made.append(WallRecorder(nothing)) or made[-1])
+    for count in (1, 2):
+        run_on(device, Shape(16, 64, 64), tmp_path)
+        assert len(made) == count
 
 
 def test_a_rung_that_cannot_be_captured_keeps_its_eager_time(tmp_path):
