@@ -231,13 +231,15 @@ def _timed(signature: Signature, extents: Extents, configs: Sequence[GemmConfig]
 def has_registers(signature: Signature, config: GemmConfig) -> bool:
     """Whether the accumulators leave a thread enough registers for this epilogue; else ptxas would spill.
 
-    A warpgroup's thread has 240 of them. The limits are what compiled without a spill. Sums that wait for their
-    promotion are dead by then.
+    A warpgroup's thread has 240 of them. The limits are what compiled without a spill. Sums that are to be promoted are
+    dead by the time of the epilogue.
     """
     if config.family != "sm90":
         return True
     threads = 256 if config.kernel_schedule.startswith("cooperative") else 128
     accums = config.tile_shape[0] * config.tile_shape[1] // threads
+    if config.scheduler == "stream_k" and sm90.is_promoted(signature, config):
+        accums += 32  # what stream-K knows of its work finds no room beside the sums
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)

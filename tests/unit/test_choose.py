@@ -183,6 +183,15 @@ def test_what_is_proposed_is_legal_and_will_not_spill(a, inputs):
             assert has_registers(value, choice.config)
 
 
+def test_wide_tiles_of_exact_fp8_leave_registers_for_a_rich_epilogue_but_not_with_stream_k():
+    rich = signature(DType.E4M3, inputs=(*BIAS, Input(Kind.TILE, DType.BF16)))
+    wide = GemmConfig("sm90", (128, 256, 128), (2, 1), "cooperative")
+    stream_k = replace(wide, scheduler="stream_k")
+    assert REJECT["sm90"](rich, wide, SM90) is None and has_registers(rich, wide)
+    assert not has_registers(rich, stream_k)
+    assert has_registers(rich, replace(stream_k, tile_shape=(128, 128, 128)))
+
+
 def test_more_is_measured_than_the_model_ranks_but_nothing_hopeless():
     problem = extents(4096, 4096, 4096)
     choices = worth_measuring(signature(), problem, SM90, SMS)
