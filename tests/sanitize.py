@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supporte
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 PROGRAM = (sys.executable, "-m", "tests.smoke")
 # each tensor its own allocation, so that an access beyond it is one that memcheck sees
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(REPOSITORY)}
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
 
 
 def sanitizer() -> Path | None:
@@ -59,9 +60,10 @@ def report(tool: Path) -> tuple[str, bool]:
         *(line for line in version if "ersion" in line),
     ]
     is_clean = True
-    for name, options in TOOLS.items():
-        command = [str(tool), "--tool", name, *options, *PROGRAM]
-        status, output, seconds = run(command)
+    commands = [[str(tool), "--tool", name, *options, *PROGRAM] for name, options in TOOLS.items()]
+    with ThreadPoolExecutor(len(commands)) as pool:  # each runs for minutes, and mostly on the CPU
+        outcomes = list(pool.map(run, commands))
+    for (name, options), (status, output, seconds) in zip(TOOLS.items(), outcomes, strict=True):
         found = [line.strip() for line in output.splitlines() if SUMMARY.search(line)]
         clean = status == 0 and any(CLEAN.search(line) for line in found)
         is_clean &= clean
