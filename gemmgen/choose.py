@@ -29,13 +29,15 @@ OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what T
 L2_MISSES = 0.05  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
+TURN_TRAFFIC = 4  # times its partial sums, which are written and read back through L2
 TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
 GATHER_CYCLES = 1200  # two barriers of a cluster and the latency of its distributed shared memory
 START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
 MOST_PADDING = 1.02  # tiles that a swizzle may add
-EXACT_FP8_RATE = 0.66  # partial sums are promoted to fp32
+# partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
+EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72}
 
 # torch's product and the pointwise kernel
 PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
@@ -54,6 +56,9 @@ SHORTFALL_LEAST_ROWS = 512
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
+# by how much cuBLASLt's products with an epilogue take longer than this model says, which is right at fewer rows
+PRODUCT_SHORTFALL = 1.03
+PRODUCT_SHORTFALL_LEAST_ROWS = 1024
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
 
 Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
@@ -107,8 +112,8 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(128, 128, "cooperative", (1, 2)),
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
     _sm90(128, 128, "pingpong", (1, 2)),
-    _sm90(64, 256, "pingpong", (1, 2)),
-    _sm90(64, 128, "pingpong", (1, 2)),
+    _sm90(64, 256, "pingpong", (2, 1)),
+    _sm90(64, 128, "pingpong", (2, 1)),
     _sm90(64, 64, "pingpong"),
     _sm90(64, 32, "pingpong"),
     # few rows: as many CTAs as there are SMs, each with its share of B
@@ -146,8 +151,8 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(128, 160, "pingpong", (2, 1)),
     _sm90(128, 128, "pingpong", (2, 1)),
     _sm90(128, 128, "pingpong"),
-    _sm90(64, 256, "pingpong", (2, 1)),
-    _sm90(64, 128, "pingpong", (2, 1)),
+    _sm90(64, 256, "pingpong", (1, 2)),
+    _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
@@ -383,7 +388,7 @@ def _splitting_cycles(
 ) -> float:
     """A kernel that splits K: CTAs of one tile add their partial sums in turn, through memory."""
     tm, tn, _ = config.tile_shape
-    turn = 2 * 4 * tm * tn / SM_BYTES_PER_CLOCK + TURN_CYCLES
+    turn = TURN_TRAFFIC * 4 * tm * tn / SM_BYTES_PER_CLOCK + TURN_CYCLES
     if config.split_k > 1:
         waves = math.ceil(tiles * config.split_k / active)
         finished = math.ceil(tiles / active)  # epilogues one behind the other, each after its turns
@@ -421,6 +426,7 @@ def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, p
     cycles = _product_cycles(signature, extents, sm_count, LIBRARY_CONFIGS)
     elements = extents.M * extents.N * extents.L
     if signature.inputs and signature.a.dtype not in FP8:  # scales are part of the fp8 product
+        cycles *= PRODUCT_SHORTFALL if extents.M >= PRODUCT_SHORTFALL_LEAST_ROWS else 1.0
         cycles += elements / PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK
         cycles *= 1.0 if _is_aligned(signature) else UNALIGNED_PRODUCT_EPILOGUE
     moved = 2 * elements * signature.outputs[0].dtype.bytes
@@ -465,7 +471,7 @@ def _rate(signature: Signature, config: GemmConfig) -> float:
     if config.family == "sm80":
         rate *= 0.5 if signature.math != "simt" else 0.06
     elif signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
-        rate *= EXACT_FP8_RATE
+        rate *= EXACT_FP8_RATE.get(config.kernel_schedule, 0.66)
     return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6)
 
 

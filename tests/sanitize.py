@@ -31,7 +31,8 @@ SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supporte
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 PROGRAM = (sys.executable, "-m", "tests.smoke")
 # each tensor its own allocation, so that an access beyond it is one that memcheck sees
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+PYTHONPATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": PYTHONPATH}
 
 
 def sanitizer() -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import gemmgen as gg
 from gemmgen.arch import ARCHS
+from gemmgen.choose import worth_measuring
 from gemmgen.device import Target
 from gemmgen.ir.node import Axes
 from gemmgen.runtime import bind_call
@@ -59,10 +61,10 @@ def _config_label(problem: Problem) -> str:
 
 def _fused_estimate_us(problem: Problem) -> float:
     """The model's time of the fused kernel that was measured."""
-    ranked = select(_binding(*problem), TARGET).ways
     binding = _binding(*problem)
-    (way, *_) = (way for way in ranked if isinstance(way, Fused) and way.config.label == _config_label(problem))
-    return way.estimate_us(binding, binding.extents, TARGET)
+    known = worth_measuring(binding.signature, binding.extents, TARGET.arch, TARGET.sm_count, math.inf, 10**6)
+    (config, *_) = (choice.config for choice in known if choice.config.label == _config_label(problem))
+    return Fused(config).estimate_us(binding, binding.extents, TARGET)
 
 
 def _off(estimate_us: float, measured_us: float) -> float:
