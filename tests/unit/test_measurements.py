@@ -98,13 +98,13 @@ def test_the_way_that_is_chosen_is_the_fastest_or_nearly(problem):
 
 
 def _sweeps() -> dict[Problem, dict[str, float]]:
-    """By problem and config: microseconds over those of the bare product of the same rounds, the least of all rounds."""
+    """By problem and config: its time over that of the bare product in the same rounds, the least of all rounds."""
     sweeps: dict[Problem, dict[str, float]] = {}
     for row in json.loads((RESULTS / "configs-h200.json").read_text())["problems"]:
         ratios = sweeps.setdefault((row["case"], row["M"], row["N"], row["K"]), {})
         for times in row["us"].values():
-            for label, time_us in times.items():
-                label = label.partition(" ")[0]  # whatever the order of its tiles
+            for name, time_us in times.items():
+                label = name.partition(" ")[0]  # whatever the order of its tiles
                 ratios[label] = min(ratios.get(label, math.inf), time_us / times["bare"])
     return sweeps
 
