@@ -18,6 +18,7 @@ MIN_STAGES = 2
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
+CUTE_WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)  # of the WGMMAs that CuTe knows unasked
 PROMOTED_WIDTHS = (128, 96, 64)  # of a part of a tile; a narrower WGMMA takes longer to read A than to multiply it
 
 
@@ -86,6 +87,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         **collective_values(signature, config),
         headers=(*swapped_header, _mainloop_header(signature, config), schedule.kernel_header),
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
+        extended_mma_shapes=_takes_extended_mma(signature, config),
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
@@ -405,6 +407,11 @@ def stage_count(config: GemmConfig) -> str:
     if config.stages is not None:
         return f"cutlass::gemm::collective::StageCount<{config.stages}>"
     return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
+
+
+def _takes_extended_mma(signature: Signature, config: GemmConfig) -> bool:
+    """Whether CuTe has to be asked for a WGMMA as wide as the tile; else it takes several narrow ones, half as fast."""
+    return config.tile_shape[1] not in CUTE_WIDTHS and not is_promoted(signature, config)
 
 
 def _mainloop_header(signature: Signature, config: GemmConfig) -> str:

@@ -11,6 +11,9 @@ from gemmgen.arch import arch_named
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.jit.build import build
+from gemmgen.jit.compile import compile_functor, compile_skeleton
+from gemmgen.jit.link import link
+from gemmgen.jit.toolchain import nvjitlink
 from gemmgen.lower.sm90 import SCHEDULES, lower_to_evt, promoted_chunks, reject_reason, render_skeleton
 from gemmgen.signature import Input, Kind, Matrix, Output, Reduce, Signature
 from gemmgen.source import KernelSource
@@ -269,6 +272,25 @@ def test_only_exact_fp8_is_promoted():
     assert "PromotedMainloop" not in render_skeleton(signature(DType.I8), exact, SM90)
 
 
+STANDARD_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
+
+
+@pytest.mark.parametrize("dtype, k", [(DType.BF16, 64), (DType.I8, 128)], ids=["bf16", "int8"])
+@pytest.mark.parametrize("n", range(16, 257, 16))
+def test_cute_is_asked_for_other_wgmmas_only_where_a_tile_needs_them(n, dtype, k):
+    text = render_skeleton(signature(dtype), replace(PINGPONG, tile_shape=(64, n, k)), SM90)
+    before_cute, rest = text.split('#include "gemmgen/sm90_kernel.hpp"')
+    assert ("#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n" in before_cute) == (n not in STANDARD_WIDTHS)
+    assert "EXTENDED_MMA_SHAPES" not in rest
+
+
+def test_exact_fp8_takes_wgmmas_of_standard_widths_alone():
+    exact = replace(PINGPONG, tile_shape=(64, 112, 128))
+    fast = replace(exact, kernel_schedule="pingpong_fast_accum")
+    assert "EXTENDED_MMA_SHAPES" not in render_skeleton(signature(DType.E4M3), exact, SM90)
+    assert "EXTENDED_MMA_SHAPES" in render_skeleton(signature(DType.E4M3), fast, SM90)
+
+
 # ---- what compiles
 
 BUILT = [
@@ -304,3 +326,29 @@ def test_builds_without_a_stack(value, config):
     (built,) = build([KernelSource(config.label, SM90, skeleton, functors(skeleton))])
     assert built.function == "gemmgen_kernel"
     assert built.stack_bytes == 0  # no spills, and no array that is indexed at run time
+
+
+def ptx(ltoir: bytes) -> str:
+    """The PTX of a kernel's LTO-IR."""
+    binding = nvjitlink()
+    linker = binding.create(3, [f"-arch=sm_{SM90.target}", "-lto", "-ptx"])
+    binding.add_data(linker, binding.InputType.LTOIR, ltoir, len(ltoir), "skeleton")
+    binding.complete(linker)
+    text = bytearray(binding.get_linked_ptx_size(linker))
+    binding.get_linked_ptx(linker, text)
+    binding.destroy(linker)
+    return text.decode(errors="replace")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("value, config, wgmma", [
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 224, 64)), "m64n224k16", id="bf16"),
+    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 160, 64)), "m64n160k16", id="bf16-160-registers"),
+    pytest.param(signature(DType.I8), replace(PINGPONG, tile_shape=(64, 112, 128)), "m64n112k32", id="int8"),
+])  # fmt: skip
+def test_wgmmas_are_as_wide_as_the_tile(value, config, wgmma):
+    text = render_skeleton(value, config, SM90)
+    skeleton = compile_skeleton(text, SM90).ltoir
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx(skeleton))) == {wgmma}
+    functor = compile_functor(functors(text), SM90, name="functor")
+    assert link({"skeleton": skeleton, "functor": functor}, SM90).stack_bytes == 0  # refuses spills
