@@ -57,6 +57,10 @@ class CompileError(GemmgenError, RuntimeError):
         self.source_path = source_path
 
 
+class UnfitKernel(CompileError):
+    """A kernel that the compilers made, and that is not used, as it would be slow; made again, it would be the same."""
+
+
 class CompileForbidden(GemmgenError, RuntimeError):
     """`GEMMGEN_COMPILE=0` forbids the compilation that a call would need."""
 

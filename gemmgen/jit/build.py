@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from gemmgen.arch import Arch
-from gemmgen.errors import CacheError, CompileError, CompileForbidden, GemmgenError, ToolchainError
+from gemmgen.errors import CacheError, CompileError, CompileForbidden, GemmgenError, ToolchainError, UnfitKernel
 from gemmgen.jit.cache import INPUTS, KERNELS, MODULES, SKELETONS, Cache, Entry, cache_of
 from gemmgen.jit.compile import compile_cubin, compile_functor, compile_skeleton
 from gemmgen.jit.identity import inputs_key, kernel_key, module_key, skeleton_key
@@ -161,7 +161,7 @@ def build(
 def _refusal_in(entry: Entry) -> CompileError | None:
     """The error of a kernel that was built before and found unfit; compiling it again would end the same way."""
     refusal = entry.facts.get("refused")
-    return CompileError(refusal) if refusal else None
+    return UnfitKernel(refusal) if refusal else None
 
 
 class _Build:
@@ -246,7 +246,7 @@ class _Build:
         facts: dict[str, object] = {"name": source.name, "arch": source.arch.name}
         try:
             linked = link({"skeleton": ltoir, "functor": functor}, source.arch, name=source.name)
-        except CompileError as error:
+        except UnfitKernel as error:
             self._place.publish(
                 KERNELS, key, {"functor.cu": source.functor.encode()}, facts | {"refused": str(error)}
             )

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gemmgen.arch import Arch
-from gemmgen.errors import CompileError
+from gemmgen.errors import CompileError, UnfitKernel
 from gemmgen.jit.compile import SERIALIZED_REASON, is_serialized
 from gemmgen.jit.toolchain import nvjitlink
 
 LINK_FLAGS = ("-lto", "-O3", "-Xptxas=-v")  # -v puts the resource usage into the info log
+# What the driver's own cache holds is not compiled, and the log then says nothing of it: neither kernels nor spills.
+NO_DRIVER_CACHE = "-no-cache"
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,20 @@ def link(parts: Mapping[str, bytes], arch: Arch, *, name: str = "kernel", allow_
     """Link the LTO-IR `parts` (name to bytes) for `arch`; half a second for a CUTLASS kernel.
 
     Raises:
-        CompileError: an undefined functor, LTO-IR that is newer than nvJitLink, more or fewer kernels than one,
-            spills that are not allowed, or serialised wgmma.
+        CompileError: an undefined functor, LTO-IR that is newer than nvJitLink, more or fewer kernels than one.
+        UnfitKernel: spills that are not allowed, or serialised wgmma.
         ToolchainError: nvJitLink is missing.
     """
     started = time.perf_counter()
-    cubin, log = _run(parts, [f"-arch=sm_{arch.target}", *LINK_FLAGS], name)
+    cubin, log = _run(parts, [f"-arch=sm_{arch.target}", *LINK_FLAGS, NO_DRIVER_CACHE], name)
     kernels = re.findall(r"Compiling entry function '(\S+)'", log)
     if len(kernels) != 1:
         raise CompileError(f"kernel `{name}`: a cubin must hold one kernel, and this one holds {len(kernels)}", log=log)
     linked = Linked(cubin, kernels[0], **resources(log), seconds=time.perf_counter() - started, log=log)
     if is_serialized(log):
-        raise CompileError(f"kernel `{name}`: {SERIALIZED_REASON}", log=log)
+        raise UnfitKernel(f"kernel `{name}`: {SERIALIZED_REASON}", log=log)
     if linked.spill_bytes and not allow_spills:
-        raise CompileError(
+        raise UnfitKernel(
             f"kernel `{name}` spills {linked.spill_bytes} bytes of registers per thread ({linked.registers} used), "
             "which makes it slow.\n  Take a smaller tile_shape or epilogue_tile.",
             log=log,

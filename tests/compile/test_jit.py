@@ -186,6 +186,16 @@ def test_a_program_that_ends_during_a_background_build_ends_at_once(cache, tmp_p
 
 
 @pytest.mark.gpu(sm=90)
+def test_the_same_kernel_is_linked_again_though_the_driver_caches(skeleton):
+    import torch
+
+    torch.zeros(1, device="cuda")  # nvJitLink's cache is the driver's
+    functor = compile_functor(FUNCTOR.replace("*", " * ", 1), SM90)
+    first, again = (link({"skeleton": skeleton.ltoir, "functor": functor}, SM90) for _ in range(2))
+    assert (again.kernel, again.registers, again.cubin) == (first.kernel, first.registers, first.cubin)
+
+
+@pytest.mark.gpu(sm=90)
 def test_a_built_kernel_and_a_module_run_on_the_gpu(cache):
     import ctypes
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gemmgen.arch import arch_named
-from gemmgen.errors import CompileError, CompileForbidden, ToolchainError
+from gemmgen.errors import CompileError, CompileForbidden, ToolchainError, UnfitKernel
 from gemmgen.jit import build, build_module, find
 from gemmgen.jit.compile import Skeleton
 from gemmgen.jit.identity import kernel_key, skeleton_key
@@ -61,6 +61,8 @@ class Compilers:
         self.links.append(name)
         if b"bad" in parts["functor"]:
             raise CompileError(f"nvJitLink failed on kernel `{name}`")
+        if b"unfit" in parts["functor"]:
+            raise UnfitKernel(f"kernel `{name}` spills")
         return Linked(b"|".join(parts.values()), "mangled", 168, 0, 0, 3.0, "")
 
     def compile_cubin(self, text, arch, *, name, failed_dir):
@@ -311,3 +313,11 @@ def test_long_builds_print_plain_lines_where_stderr_is_no_terminal(capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) > 2
     assert any("1 of 3 kernels built" in line and "linking b, linking c and 1 more" in line for line in lines)
+
+
+def test_a_link_that_failed_is_tried_again_and_an_unfit_kernel_is_not(compilers):
+    for name, links in (("bad functor", 2), ("unfit functor", 1)):
+        for _ in range(2):
+            with pytest.raises(CompileError):
+                build([source(functor=name, name=name)])
+        assert compilers.links.count(name) == links
