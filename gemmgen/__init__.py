@@ -69,9 +69,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheError", "Chain", "Col", "CompileError", "CompileForbidden", "Dense", "Epilogue", "Gemm", "GemmConfig",
     "GemmgenError", "IllegalConfig", "LaunchError", "NoBackward", "OperandError", "Row", "Scalar", "ShapeMismatch",
-    "Tile", "ToolchainError", "TraceError", "UnfitKernel", "UnsupportedArch", "UnsupportedOp", "Value", "VerifyError", "abs",
-    "amax", "chain", "clamp", "col_index", "cos", "epilogue", "erf", "exp", "exp2", "gelu", "gelu_tanh",
-    "hardswish", "leaky_relu", "library", "linear", "log", "log1p", "max", "maximum", "min", "minimum", "mish",
-    "nn", "quick_gelu", "relu", "relu_squared", "row_index", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt",
-    "sum", "tanh", "where",
+    "Tile", "ToolchainError", "TraceError", "UnfitKernel", "UnsupportedArch", "UnsupportedOp", "Value", "VerifyError",
+    "abs", "amax", "chain", "clamp", "col_index", "cos", "epilogue", "erf", "exp", "exp2", "gelu", "gelu_tanh",
+    "hardswish", "leaky_relu", "library", "linear", "log", "log1p", "max", "maximum", "min", "minimum", "mish", "nn",
+    "quick_gelu", "relu", "relu_squared", "row_index", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sum",
+    "tanh", "where",
 ]
