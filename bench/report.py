@@ -211,8 +211,11 @@ def _without_numbers(reason: str) -> str:
 
 
 def conditions(rows: Sequence[Row]) -> str:
-    """Device and versions of a run, in one line; of all runs where these are the rows of several."""
-    return "; ".join(dict.fromkeys(map(_conditions, rows)))
+    """Device and versions of a run, in one line; with all commits where these are the rows of several runs."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in rows:
+        commits.setdefault(_conditions(row), {})[row["commit"]] = None
+    return "; ".join(f"{where} at {' and '.join(these)}" for where, these in commits.items())
 
 
 def _conditions(row: Row) -> str:
@@ -226,7 +229,7 @@ def _conditions(row: Row) -> str:
             f"CUDA {row['cuda']}",
             f"Triton {row['triton']}",
             f"CUTLASS {row['cutlass']}",
-            f"gemmgen {row['gemmgen']} at {row['commit']}",
+            f"gemmgen {row['gemmgen']}",
         ]
     )
 

@@ -45,6 +45,7 @@ def _section(files: Mapping[Path, Sequence[Row]], tables: Tables) -> str:
     if suite in IN_PARTS:
         rows = report.newest(rows)
     unit = UNITS.get(suite, "Median GPU time in microseconds, L2 cold")
-    source = f" The lines are those of the {rows[0]['source']}, to its digits." if "source" in rows[0] else ""
+    copied = sorted({(row["commit"], row["source"]) for row in rows if "source" in row})
+    source = "".join(f" Lines at {commit} are those of the {where}, to its digits." for commit, where in copied)
     names = ", ".join(f"`{path.name}`" for path in files)
     return f"{names}: {unit}. {report.conditions(rows)}.{source}\n\n{tables[suite](rows)}"

@@ -164,7 +164,7 @@ def test_main_merges_the_parts_of_a_run_and_says_both_conditions(tmp_path, capsy
     printed = printed_of_two("llama", tmp_path, capsys)
 
     assert printed.startswith("`a.jsonl`, `b.jsonl`: ") and printed.count("| case | M x N x K |") == 1
-    assert "at abc; " in printed and "at def." in printed and "fastest in 1 of 2" in printed
+    assert " at abc and def." in printed and "fastest in 1 of 2" in printed
 
 
 def test_main_keeps_the_files_of_other_suites_apart(tmp_path, capsys):
