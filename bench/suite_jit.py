@@ -59,7 +59,7 @@ def run(settings: Settings, console: Console) -> int:
 
 
 def collect(arch: str, cache: Path) -> dict[str, list[float]]:
-    """Seconds by metric. `cache` is an empty folder: each cold build has its own in it, the warm ones find the last full."""
+    """Seconds by metric. `cache` is an empty folder: in it each cold build has its own, and the warm ones the last."""
     samples: dict[str, list[float]] = {}
     for folder in (cache / str(index) for index in range(COLD_BUILDS)):
         _collect(["cold"], arch, folder, samples)
