@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ TOOLS = {
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 PROGRAM = (sys.executable, "-m", "tests.smoke")
+PARTS = ("--without-products", "--products")  # apart, since loading cuBLAS under a tool takes long
 # each tensor its own allocation, so that an access beyond it is one that memcheck sees
 PYTHONPATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": PYTHONPATH}
@@ -53,28 +54,33 @@ def run(command: Sequence[str]) -> tuple[int, str, float]:
     return done.returncode, done.stdout + done.stderr, time.perf_counter() - started
 
 
-def report(tool: Path, names: Sequence[str]) -> tuple[str, bool]:
-    """The text of the log, and whether everything is clean."""
+def report(tool: Path, names: Sequence[str], out: Path) -> bool:
+    """Write the log, each result when it is there, and whether everything is clean."""
     version = run([str(tool), "--version"])[1].strip().splitlines()
     facts = describe()
-    lines = [
-        f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, gemmgen {facts['commit']}",
-        *(line for line in version if "ersion" in line),
-    ]
+    head = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, gemmgen {facts['commit']}"
+    out.write_text("\n".join([head, *(line for line in version if "ersion" in line)]) + "\n")
     is_clean = True
-    commands = [[str(tool), "--tool", name, *TOOLS[name], *PROGRAM] for name in names]
-    with ThreadPoolExecutor(len(commands)) as pool:  # each runs for minutes, and mostly on the CPU
-        outcomes = list(pool.map(run, commands))
-    for name, (status, output, seconds) in zip(names, outcomes, strict=True):
-        found = [line.strip() for line in output.splitlines() if SUMMARY.search(line)]
-        clean = status == 0 and any(CLEAN.search(line) for line in found)
-        is_clean &= clean
-        printed = " ".join([tool.name, "--tool", name, *TOOLS[name], "python", *PROGRAM[1:]])
-        verdict = "clean" if clean else "NOT CLEAN"
-        lines += ["", f"$ {printed}", *found, f"{verdict}, exit status {status}, {seconds:.0f} s"]
-        if not clean:
-            lines += ["", *output.splitlines()[:200]]
-    return "\n".join(lines) + "\n", is_clean
+    with ThreadPoolExecutor(len(names) * len(PARTS)) as pool:  # each runs for minutes, and mostly on the CPU
+        runs = [pool.submit(_result, tool, name, part) for name in names for part in PARTS]
+        for done in as_completed(runs):
+            text, clean = done.result()
+            is_clean &= clean
+            print(text, flush=True)
+            with out.open("a") as log:
+                log.write(f"\n{text}\n")
+    return is_clean
+
+
+def _result(tool: Path, name: str, part: str) -> tuple[str, bool]:
+    """What one tool says of one part of the smoke set, and whether that is clean."""
+    arguments = ["--tool", name, *TOOLS[name]]
+    status, output, seconds = run([str(tool), *arguments, *PROGRAM, part])
+    found = [line.strip() for line in output.splitlines() if SUMMARY.search(line)]
+    clean = status == 0 and any(CLEAN.search(line) for line in found)
+    printed = " ".join([tool.name, *arguments, "python", *PROGRAM[1:], part])
+    lines = [f"$ {printed}", *found, f"{'clean' if clean else 'NOT CLEAN'}, exit status {status}, {seconds:.0f} s"]
+    return "\n".join(lines if clean else [*lines, "", *output.splitlines()[:200]]), clean
 
 
 def main() -> int:
@@ -93,11 +99,10 @@ def main() -> int:
     if status != 0:
         print(output)
         return 1
-    text, is_clean = report(tool, options.tools)
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
     out = options.out or REPOSITORY / f"bench/results/sanitize-{device}.txt"
-    out.write_text(text)
-    print(text, f"written to {out}", sep="")
+    is_clean = report(tool, options.tools, out)
+    print(f"written to {out}")
     return 0 if is_clean else 1
 
 

@@ -21,7 +21,8 @@ esac
 
 
 def test_the_smoke_set_is_right():
-    assert [fault for _, fault in smoke.faults() if fault] == []
+    assert {name: fault for name, check in smoke.checks().items() if (fault := check())} == {}
+    assert set(smoke.WITH_TORCHS_PRODUCTS) >= {name for name in smoke.checks() if name.endswith("backward")}
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
@@ -45,7 +46,7 @@ def test_the_log_and_the_exit_status_are_what_the_tools_say(monkeypatch, tmp_pat
     assert sanitize.main() == status
     log = (tmp_path / "log.txt").read_text()
     assert "Version 2025.3" in log and f"ERROR SUMMARY: {errors} errors" in log
-    assert log.count("$ compute-sanitizer --tool") == 3
+    assert log.count("$ compute-sanitizer --tool") == 6 and log.count("--without-products") == 3
     assert ("NOT CLEAN" in log) == bool(status)
 
 
