@@ -12,7 +12,7 @@ from bench.shapes import Shape
 
 if TYPE_CHECKING:
     from gemmgen.device import Target
-    from gemmgen.render import KernelSource
+    from gemmgen.source import KernelSource
 
 EPILOGUES = {
     epilogue.name: epilogue

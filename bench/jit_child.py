@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -38,56 +39,50 @@ def find(arch: str) -> dict[str, list[float]]:
 
 
 def first_call(arch: str) -> dict[str, list[float]]:
-    """On a GPU: from importing gemmgen to the answer of a kernel that is in the cache, and what follows the import."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    from bench.cases import CASES, draw_inputs
-
-    inputs = draw_inputs(CASES["bias_silu"], _shape())
-    torch.mm(inputs.A, inputs.B)  # torch's own start-up is not ours
-    torch.cuda.synchronize()
-
-    def first_answer() -> None:
-        inputs.bind(_op())()
-        torch.cuda.synchronize()
-
-    import_s, load_s = seconds(_import_gemmgen), seconds(first_answer)
+    """From importing gemmgen to the answer of a kernel that is in the cache, and what follows the import."""
+    inputs = _inputs_on_a_started_gpu()
+    import_s, load_s = seconds(_import_gemmgen), seconds(lambda: _answer(_op(), inputs))
     return {"first_call": [import_s + load_s], "load": [load_s]}
 
 
 def background_first_call(arch: str) -> dict[str, list[float]]:
-    """On a GPU: the first answer of `compile="background"`, whose fused kernel is not in the cache."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    from bench.cases import CASES, draw_inputs
-
-    inputs, op = draw_inputs(CASES["bias_silu"], _shape()), _new_op(compile="background")
-    torch.mm(inputs.A, inputs.B)
-    torch.cuda.synchronize()
-
-    def answer() -> None:
-        inputs.bind(op)()
-        torch.cuda.synchronize()
-
-    return {"background_first_call": [seconds(answer)]}
+    """The first answer of `compile="background"`, whose fused kernel is not in the cache."""
+    inputs, op = _inputs_on_a_started_gpu(), _new_op(compile="background")
+    return {"background_first_call": [seconds(lambda: _answer(op, inputs))]}
 
 
 def tune(arch: str) -> dict[str, list[float]]:
-    """On a GPU: measuring 16 configs of a new epilogue, after another has left their skeletons in the cache."""
+    """Measuring 16 configs of a new epilogue, after another has left their skeletons in the cache."""
+    from bench import gemmgen_api
+
+    inputs = _inputs_on_a_started_gpu()
+    gemmgen_api.tune(_op(), inputs, most=16)
+    return {"tune": [seconds(lambda op=op: gemmgen_api.tune(op, inputs, most=16)) for op in (_new_op(), _new_op())]}
+
+
+def _inputs_on_a_started_gpu() -> Any:
+    """Inputs, torch's own start-up being over: it is not ours."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {}
-    from bench import gemmgen_api
     from bench.cases import CASES, draw_inputs
 
     inputs = draw_inputs(CASES["bias_silu"], _shape())
-    gemmgen_api.tune(_op(), inputs, most=16)
-    return {"tune": [seconds(lambda op=op: gemmgen_api.tune(op, inputs, most=16)) for op in (_new_op(), _new_op())]}
+    torch.mm(inputs.A, inputs.B)
+    torch.cuda.synchronize()
+    return inputs
+
+
+def _answer(op: Callable[..., object], inputs: Any) -> None:
+    import torch
+
+    inputs.bind(op)()
+    torch.cuda.synchronize()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 ACTIVATIONS = ("gelu_tanh", "silu", "relu", "gelu", "quick_gelu")
@@ -130,9 +125,10 @@ def _build(op: Callable[..., object], arch: str) -> None:
     gemmgen_api.build_op(op, draw_inputs(CASES["bias_silu"], _shape(), device="meta"), arch)
 
 
-MEASURES = {"import": import_beyond_torch, "cold": cold, "find": find, "first_call": first_call,
-            "background_first_call": background_first_call, "tune": tune}  # fmt: skip
+MEASURES = {"import": import_beyond_torch, "cold": cold, "find": find}
+ON_A_GPU = {"first_call": first_call, "background_first_call": background_first_call, "tune": tune}
 
 if __name__ == "__main__":
     what, arch_name = sys.argv[1:]
-    print(json.dumps(MEASURES[what](arch_name)))
+    measure = (MEASURES | ON_A_GPU)[what]
+    print(json.dumps({} if what in ON_A_GPU and not _has_gpu() else measure(arch_name)))

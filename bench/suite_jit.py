@@ -61,9 +61,10 @@ def run(settings: Settings, console: Console) -> int:
 def collect(arch: str, cache: Path) -> dict[str, list[float]]:
     """Seconds by metric. `cache` is an empty folder: in it each cold build has its own, and the warm ones the last."""
     samples: dict[str, list[float]] = {}
-    for folder in (cache / str(index) for index in range(COLD_BUILDS)):
+    folders = [cache / str(index) for index in range(COLD_BUILDS)]
+    for folder in folders:
         _collect(["cold"], arch, folder, samples)
-    return _collect([*WARM * REPEATS, *ON_A_GPU], arch, folder, samples)
+    return _collect([*WARM * REPEATS, *ON_A_GPU], arch, folders[-1], samples)
 
 
 def collect_warm(arch: str) -> dict[str, list[float]]:

@@ -37,7 +37,7 @@ STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
-EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72}
+EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72, "single": 0.66}
 
 # torch's product and the pointwise kernel
 PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
@@ -472,8 +472,8 @@ def _rate(signature: Signature, config: GemmConfig) -> float:
     rate = MACS_PER_CLOCK * 2 / signature.a.dtype.bytes
     if config.family == "sm80":
         rate *= 0.5 if signature.math != "simt" else 0.06
-    elif signature.a.dtype in FP8 and not config.kernel_schedule.endswith("fast_accum"):
-        rate *= EXACT_FP8_RATE.get(config.kernel_schedule, 0.66)
+    elif config.family == "sm90" and sm90.is_promoted(signature, config):
+        rate *= EXACT_FP8_RATE[config.kernel_schedule]
     return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from bench.environment import REPOSITORY, describe
 
-OURS = ["--kernel-regex", "kns=gemmgen"]  # the names of our kernels begin so; instrumenting torch's takes minutes
+OURS = ["--kernel-regex", "kns=gemmgen"]  # the names of our kernels begin so; torch's are not ours to check
 TOOLS = {
     "memcheck": [*OURS, "--leak-check", "no"],
     "racecheck": [*OURS, "--racecheck-report", "all"],
@@ -31,7 +31,7 @@ TOOLS = {
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 PROGRAM = (sys.executable, "-m", "tests.smoke")
-PARTS = ("--without-products", "--products")  # apart, since loading cuBLAS under a tool takes long
+PARTS = ("--without-products", "--products")  # apart: one has its result where the other, which loads cuBLAS, is cut off
 # each tensor its own allocation, so that an access beyond it is one that memcheck sees
 PYTHONPATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": PYTHONPATH}

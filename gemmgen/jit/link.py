@@ -15,6 +15,7 @@ from gemmgen.jit.toolchain import nvjitlink
 
 LINK_FLAGS = ("-lto", "-O3", "-Xptxas=-v")  # -v puts the resource usage into the info log
 # What the driver's own cache holds is not compiled, and the log then says nothing of it: neither kernels nor spills.
+# Not among LINK_FLAGS, which are part of a kernel's key: the kernel is the same.
 NO_DRIVER_CACHE = "-no-cache"
 
 
