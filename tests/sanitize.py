@@ -31,9 +31,10 @@ TOOLS = {
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
 PROGRAM = (sys.executable, "-m", "tests.smoke")
-PARTS = ("--without-products", "--products")  # apart: one has its result where the other, which loads cuBLAS, is cut off
-# each tensor its own allocation, so that an access beyond it is one that memcheck sees
+# apart: one has its result where the other, which loads cuBLAS, is cut off
+PARTS = ("--without-products", "--products")
 PYTHONPATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+# each tensor its own allocation, so that an access beyond it is one that memcheck sees
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": PYTHONPATH}
 
 
