@@ -14,6 +14,7 @@ from gemmgen import templates
 from gemmgen.dtypes import DType
 from gemmgen.ir.graph import Graph
 from gemmgen.ir.node import COMPARISONS, REDUCTIONS, Node, Op, topological
+from gemmgen.peephole import with_fewer_instructions
 from gemmgen.signature import Kind
 
 # (exact to fp32, fast): the fast form serves graphs whose tiles are all stored in bf16 or narrower
@@ -93,6 +94,7 @@ def render_functors(
         dtypes: the stored dtype of each result; decides the return type and whether approximations are allowed.
         linkage: what stands before each function.
     """
+    graph = with_fewer_instructions(graph)
     fast = uses_approximations(graph, dtypes)
     integer_accum = graph.accum is DType.I32
     functors = [_functor(result.node, dtype, slots, fast) for result, dtype in zip(graph.results, dtypes, strict=True)]

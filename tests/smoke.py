@@ -1,6 +1,6 @@
 """One small call on each path, forward and backward, checked: what `make sanitize` runs under compute-sanitizer.
 
-    python -m tests.smoke [--products | --without-products]
+    python -m tests.smoke [--products | --without-products] [--filled]
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ def main() -> int:
     products = parser.add_mutually_exclusive_group()
     products.add_argument("--without-products", action="store_true", help="leave out calls that torch multiplies in")
     products.add_argument("--products", action="store_true", help="these calls alone")
+    parser.add_argument("--filled", action="store_true", help="what torch allocates is NaN until it is written")
     options = parser.parse_args()
+    if options.filled:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
     count = 0
     for name, check in checks().items():
         has_product = name in WITH_TORCHS_PRODUCTS

@@ -151,15 +151,15 @@ def silu(x: Node) -> Node:
 
 def gelu(x: Node) -> Node:
     half = mul(const(0.5), x)
-    return add(half, mul(half, unary(Op.ERF, mul(x, const(math.sqrt(0.5))))))  # one multiply-add
+    return add(half, mul(half, unary(Op.ERF, mul(half, const(math.sqrt(2))))))  # one multiply-add
 
 
 def gelu_tanh(x: Node) -> Node:
+    half = mul(const(0.5), x)  # everything in terms of x / 2, which a kernel has as cheaply as x
     # tanh is 1 (in float64 too) long before x^2 = 100; without the bound the derivative of a large x is 0 * inf
-    square = clamp(mul(x, x), None, 100)
+    quarter_square = clamp(mul(half, half), None, 25)
     slope = math.sqrt(2 / math.pi)
-    inner = mul(x, add(const(slope), mul(const(0.044715 * slope), square)))
-    half = mul(const(0.5), x)
+    inner = mul(half, add(const(2 * slope), mul(const(8 * 0.044715 * slope), quarter_square)))
     return add(half, mul(half, unary(Op.TANH, inner)))  # one multiply-add
 
 

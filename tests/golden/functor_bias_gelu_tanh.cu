@@ -3,17 +3,17 @@
 
 extern "C" __device__ float gemmgen_functor_0(float accum, float in0) {
   float const v2 = 0.5f;
-  float const v3 = accum + in0;
-  float const v4 = v2 * v3;
-  float const v5 = 0.7978845834732056f;
-  float const v6 = 0.035677406936883926f;
-  float const v7 = v3 * v3;
-  float const v8 = gg::minimum(v7, 100.0f);
-  float const v9 = v6 * v8;
-  float const v10 = v5 + v9;
-  float const v11 = v3 * v10;
+  float const v3 = v2 * accum;
+  float const v4 = v2 * in0;
+  float const v5 = v3 + v4;
+  float const v6 = 1.5957691669464111f;
+  float const v7 = 0.2854192554950714f;
+  float const v8 = v5 * v5;
+  float const v9 = v7 * v8;
+  float const v10 = v6 + v9;
+  float const v11 = v5 * v10;
   float const v12 = gg::tanh_approx(v11);
-  float const v13 = v4 * v12;
-  float const v14 = v4 + v13;
+  float const v13 = v5 * v12;
+  float const v14 = v5 + v13;
   return v14;
 }

@@ -72,8 +72,8 @@ __device__ __forceinline__ float gemmgen_functor_0(float accum, float in0, float
   float const v10 = v9 * in3;
   float const v11 = v10 + in0;
   float const v12 = v8 * v11;
-  float const v13 = 0.7071067690849304f;
-  float const v14 = v11 * v13;
+  float const v13 = 1.4142135381698608f;
+  float const v14 = v12 * v13;
   float const v15 = erff(v14);
   float const v16 = v12 * v15;
   float const v17 = v12 + v16;
@@ -95,8 +95,8 @@ __device__ __forceinline__ float gemmgen_functor_2(float accum, float in0, float
   float const v10 = v9 * in3;
   float const v11 = v10 + in0;
   float const v12 = v8 * v11;
-  float const v13 = 0.7071067690849304f;
-  float const v14 = v11 * v13;
+  float const v13 = 1.4142135381698608f;
+  float const v14 = v12 * v13;
   float const v15 = erff(v14);
   float const v16 = v12 * v15;
   float const v17 = v12 + v16;

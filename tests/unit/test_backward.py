@@ -76,7 +76,7 @@ def plan_of(fn, wants=None, **options):
 #                      function          bytes  what is saved                              results read
 SAVES = {
     "bias_only":       (bias_only,       0, [], []),
-    "bias_gelu":       (bias_gelu,       2, ["add(accum(), load('bias'))"], ["saved0"]),
+    "bias_gelu":       (bias_gelu,       2, ["mul(const(0.5), add(accum(), load('bias')))"], ["saved0"]),
     "bias_relu":       (bias_relu,       0, ["relu(add(accum(), load('bias')))"], ["D"]),
     "relu_residual":   (relu_residual,   1, ["le(relu(add(accum(), load('bias'))), const(0.0))"], ["saved0"]),
     "bias_tanh":       (bias_tanh,       0, ["tanh(add(accum(), load('bias')))"], ["D"]),
@@ -84,7 +84,7 @@ SAVES = {
     "gelu_and_preact": (gelu_and_preact, 0, ["add(accum(), load('bias'))"], ["preact"]),
     "scaled_gelu":     (scaled_gelu,     2, ["accum()"], ["saved0"]),
     "gated":           (gated,           2, ["accum()"], ["saved0"]),
-    "sum_of_residual": (sum_of_residual, 2, ["add(accum(), load('residual'))"], ["saved0"]),
+    "sum_of_residual": (sum_of_residual, 2, ["mul(const(0.5), add(accum(), load('residual')))"], ["saved0"]),
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_only_wanted_gradients_are_computed():
     plan = plan_of(scaled_gelu, wants={"bias"})
     assert [r.name for r in plan.backward.results] == ["d_bias"]
     (saved,) = plan.saved
-    assert repr(saved.node) == "add(mul(mul(accum(), load('row')), load('col')), load('bias'))"
+    assert repr(saved.node) == "mul(const(0.5), add(mul(mul(accum(), load('row')), load('col')), load('bias')))"
     assert [p.name for p in plan.backward.parameters] == ["d_D", "saved0"]
 
 

@@ -130,7 +130,7 @@ struct ClusterSplitKernel {
     LoadPipeline load_pipeline(storage.epilogue_pipeline, load_params);
 
     if constexpr (Splits > 1) {  // the pipelines are ready
-      cute::cluster_arrive_relaxed();
+      cluster_arrive();
       cluster_wait();
     } else {
       __syncthreads();
