@@ -1,6 +1,6 @@
 """One small call on each path, forward and backward, checked: what `make sanitize` runs under compute-sanitizer.
 
-    python -m tests.smoke [--products | --without-products] [--filled]
+    python -m tests.smoke [--products | --without-products] [--filled] [--cpu-products]
 """
 
 from __future__ import annotations
@@ -79,13 +79,27 @@ def checks() -> dict[str, Callable[[], str]]:
     return found | {str(dtype): functools.partial(_eight_bits, dtype) for dtype in EIGHT_BIT}
 
 
+def torch_multiplies_on_the_cpu() -> torch.library.Library:
+    """Products of torch without a kernel of cuBLAS, as long as what is returned lives."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def product(A: Tensor, B: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor) -> Tensor:
+        return out.copy_((A.cpu().double() @ B.cpu().double()).to(out.dtype))
+
+    for name in ("mm.out", "mm.dtype_out", "bmm.out", "bmm.dtype_out"):
+        library.impl(name, product, "CUDA")
+    return library
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     products = parser.add_mutually_exclusive_group()
     products.add_argument("--without-products", action="store_true", help="leave out calls that torch multiplies in")
     products.add_argument("--products", action="store_true", help="these calls alone")
     parser.add_argument("--filled", action="store_true", help="what torch allocates is NaN until it is written")
+    parser.add_argument("--cpu-products", action="store_true", help="torch multiplies without cuBLAS")
     options = parser.parse_args()
+    library = torch_multiplies_on_the_cpu() if options.cpu_products else None  # noqa: F841  is kept alive
     if options.filled:
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""Cheaper arithmetic for a kernel: fewer instructions for an element, the same bits, and gradients that know nothing."""
+"""Cheaper arithmetic for a kernel: fewer instructions, the same bits, and gradients that know nothing of it."""
 
 from __future__ import annotations
 
