@@ -28,8 +28,8 @@ TOOLS = {
     "racecheck": [*OURS, "--racecheck-report", "all"],
     "initcheck": [],  # has to see what torch's kernels write
 }
-# initcheck does not see what TMA writes, and would report whoever reads it. Where everything is NaN before, it checks
-# the other reads, and the smoke set's comparisons that no NaN is left.
+# initcheck does not see what TMA writes, and would report whoever reads it: such results are NaN before, which the
+# comparisons of the smoke set would find. All else that a kernel reads, partial sums and workspaces too, is checked.
 ARGUMENTS = {"initcheck": ["--filled"]}
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
@@ -68,7 +68,8 @@ def run(command: Sequence[str], label: str = "") -> tuple[int, str, float]:
         for line in process.stdout:
             lines.append(line)
             if label:
-                print(f"{time.perf_counter() - started:5.0f} s {label}: {line.rstrip()}", flush=True)
+                sys.stdout.write(f"{time.perf_counter() - started:5.0f} s {label}: {line.rstrip()}\n")  # whole lines
+                sys.stdout.flush()
     return process.returncode, "".join(lines), time.perf_counter() - started
 
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -27,30 +29,58 @@ def paths() -> dict[str, Path]:
     return {name: path for name, path in PATHS.items() if (name != "cpu") == has_gpu}
 
 
-def _on_cpu(operands: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in operands.items()}
+def _on(operands: Mapping[str, Tensor | float], device: str) -> dict[str, Tensor | float]:
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in operands.items()}
 
 
 def _fault(op: gg.Gemm, A: Tensor, B: Tensor, operands: Mapping[str, Tensor | float], results: object) -> str:
     """What differs from the float64 answer, computed on the CPU so that no other kernel runs; else nothing."""
-    wants = listed(op.reference(A.cpu(), B.cpu(), **_on_cpu(operands)))
+    wants = listed(op.reference(A.cpu(), B.cpu(), **_on(operands, "cpu")))
     pairs = zip(op._result_names, map(torch.Tensor.cpu, listed(results)), wants, strict=True)
     return ", ".join(name for name, got, want in pairs if not torch.equal(got, want.to(got.dtype)))
 
 
-def _forward(path: Path) -> str:
+def _forward(path: Path, is_filled: bool) -> str:
     op, (A, B, operands) = path.gemm(kitchen), path.problem()
+    if is_filled:
+        return _fault(op, A, B, operands, op(A, B, out=_filled(op, A, B, operands), **operands))
     return _fault(op, A, B, operands, path.call(op, A, B, **operands))
 
 
-def _eight_bits(dtype: torch.dtype) -> str:
+def _filled(op: gg.Gemm, A: Tensor, B: Tensor, operands: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    """Results for the call to write, NaN until then."""
+    shapes = op(A.to("meta"), B.to("meta"), **_on(operands, "meta"))
+    assert isinstance(shapes, dict)
+    return {name: torch.full_like(x, torch.nan, device=A.device) for name, x in shapes.items()}
+
+
+@contextlib.contextmanager
+def _filled_allocations() -> Iterator[None]:
+    """What torch allocates is NaN until it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _eight_bits(dtype: torch.dtype, is_filled: bool) -> str:
     path = Path(200, 136, 72, device="cuda" if torch.cuda.is_available() else "cpu")
     op, (A, B, operands) = path.gemm(kitchen), path.problem(torch.float32)
     A, B = A.to(dtype), B.mT.to(dtype).mT
+    if is_filled:
+        with _filled_allocations():
+            return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
     return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
 
 
-def _backward(path: Path) -> str:
+def _backward(path: Path, is_filled: bool) -> str:
+    with _filled_allocations() if is_filled else contextlib.nullcontext():
+        return _gradients_fault(path)
+
+
+def _gradients_fault(path: Path) -> str:
     op, (A, B, operands) = path.gemm(kitchen), path.problem()
     cotangent = integers(*path.lead, path.M, path.N, dtype=torch.bfloat16, device=path.device)
 
@@ -62,21 +92,28 @@ def _backward(path: Path) -> str:
         return list(torch.autograd.grad(results["D"], list(leaves.values()), cotangent))
 
     given = {"A": A, "B": B, **operands}
-    pairs = zip(gradients(given, cotangent), gradients(_on_cpu(given), cotangent.cpu()), strict=True)
+    pairs = zip(gradients(given, cotangent), gradients(_on(given, "cpu"), cotangent.cpu()), strict=True)
     return ", ".join(f"gradient {i}" for i, (got, want) in enumerate(pairs) if not torch.equal(got.cpu(), want))
 
 
 WITH_TORCHS_PRODUCTS = ("split", "fused backward", "fallback backward", "cpu backward")
+WITHOUT_TMA = ("cpu", "fallback", "split", "pointwise")  # paths whose kernels store as threads do
 
 
-def checks() -> dict[str, Callable[[], str]]:
-    """By name: runs a call, and says what of its results is wrong, or nothing."""
+def checks(is_filled: bool = False) -> dict[str, Callable[[], str]]:
+    """By name: runs a call, and says what of its results is wrong, or nothing.
+
+    Args:
+        is_filled: what TMA writes is NaN before, and nothing else.
+    """
     found: dict[str, Callable[[], str]] = {}
     for name, path in paths().items():
-        found[name] = functools.partial(_forward, path)
+        fills = is_filled and name not in WITHOUT_TMA
+        found[name] = functools.partial(_forward, path, fills)
         if name in ("cpu", "fused", "fallback"):
-            found[f"{name} backward"] = functools.partial(_backward, path)
-    return found | {str(dtype): functools.partial(_eight_bits, dtype) for dtype in EIGHT_BIT}
+            found[f"{name} backward"] = functools.partial(_backward, path, fills)
+    eight_bits = {str(dtype): functools.partial(_eight_bits, dtype, is_filled) for dtype in EIGHT_BIT}
+    return found | eight_bits
 
 
 def torch_multiplies_on_the_cpu() -> torch.library.Library:
@@ -96,15 +133,14 @@ def main() -> int:
     products = parser.add_mutually_exclusive_group()
     products.add_argument("--without-products", action="store_true", help="leave out calls that torch multiplies in")
     products.add_argument("--products", action="store_true", help="these calls alone")
-    parser.add_argument("--filled", action="store_true", help="what torch allocates is NaN until it is written")
+    parser.add_argument("--filled", action="store_true", help="what TMA writes is NaN before")
     parser.add_argument("--cpu-products", action="store_true", help="torch multiplies without cuBLAS")
     options = parser.parse_args()
-    library = torch_multiplies_on_the_cpu() if options.cpu_products else None  # noqa: F841  is kept alive
-    if options.filled:
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if options.cpu_products:
+        os.environ["GEMMGEN_DISPATCHER"] = "0"  # it calls products that return their result
+        library = torch_multiplies_on_the_cpu()  # noqa: F841  is kept alive
     count = 0
-    for name, check in checks().items():
+    for name, check in checks(options.filled).items():
         has_product = name in WITH_TORCHS_PRODUCTS
         if (options.products and not has_product) or (options.without_products and has_product):
             continue

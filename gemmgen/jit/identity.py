@@ -41,8 +41,8 @@ def inputs_key(source: KernelSource) -> str:
 
 
 # what decides a rendered text or the flags it is compiled with
-_GENERATORS = ("ir/*.py", "lower/*.py", "jit/*.py", "arch.py", "config.py", "dtypes.py", "pipeline.py", "render.py",
-               "signature.py", "source.py", "templates.py")  # fmt: skip
+_GENERATORS = ("ir/*.py", "lower/*.py", "jit/*.py", "arch.py", "config.py", "dtypes.py", "peephole.py", "pipeline.py",
+               "render.py", "signature.py", "simplify.py", "source.py", "templates.py")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)

@@ -283,7 +283,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
         return f"tile_shape k = {k}: fp8 adds to its exact sums every {EXACT_SUM_EVERY_K}, which a tile must divide"
     limit = MAX_TRANSPOSED_TF32_REGISTERS if _transposes_b(signature) else MAX_ACCUM_REGISTERS
     if _accum_registers(signature, config) > limit:
-        return f"{m}x{n} accumulators over {schedule.threads} threads do not fit the registers"
+        what = "accumulators, and sums to be promoted," if is_promoted(signature, config) else "accumulators"
+        return f"{m}x{n} {what} over {schedule.threads} threads do not fit the registers"
     if not {cluster_m, cluster_n} <= {1, 2, 4, 8} or cluster_m * cluster_n > MAX_CLUSTER_SIZE:
         return f"cluster_shape {config.cluster_shape}: powers of two, at most {MAX_CLUSTER_SIZE} CTAs"
     return None

@@ -185,6 +185,8 @@ CONFIGS = [
     gg.GemmConfig("sm90", (128, 224, 64), (2, 1), "cooperative"),
     gg.GemmConfig("sm90", (256, 160, 64), (1, 2), "cooperative", (128, 32)),
     gg.GemmConfig("sm90", (128, 160, 64), (2, 1), "pingpong", (64, 32)),
+    gg.GemmConfig("sm90", (128, 80, 64), (1, 2), "cooperative"),
+    gg.GemmConfig("sm90", (128, 48, 64), (1, 2), "cooperative"),
     gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2),
     gg.GemmConfig("sm80", (128, 128, 32), kernel_schedule="multistage", stages=4, warp_shape=(64, 64, 32)),
     gg.GemmConfig("sm80", (128, 64, 32), kernel_schedule="multistage", stages=4, warp_shape=(64, 32, 32),

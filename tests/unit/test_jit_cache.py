@@ -1,5 +1,6 @@
 """The cache folder: what is accepted, what is refused with a reason, and what happens when it cannot be written."""
 
+import ast
 import errno
 import logging
 import multiprocessing
@@ -7,12 +8,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gemmgen.errors import CacheError, CompileError
 from gemmgen.jit import cache as cache_module
+from gemmgen.jit import identity
 from gemmgen.jit.cache import GRACE_S, KERNELS, MODULES, SKELETONS, Cache, cache_root, digest
 from gemmgen.settings import Settings
 
@@ -414,3 +417,26 @@ def test_a_killed_builder_leaves_nothing_wrong(tmp_path):
     cache.sweep()
     assert cache.find(KERNELS, "k", TOOLS) is not None
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_whatever_renders_a_kernel_is_part_of_its_identity():
+    package = Path(identity.__file__).parents[1]
+
+    def file_of(module: str) -> Path:
+        path = package.joinpath(*module.split(".")[1:])
+        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    def imported_by(path: Path) -> Iterator[Path]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gemmgen"):
+                yield from map(file_of, (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+
+    waiting, found = [package / "render.py", *(package / "lower").glob("*.py")], set()
+    while waiting:
+        path = waiting.pop()
+        if path.is_file() and path not in found and path != package / "__init__.py":
+            found.add(path)
+            waiting += imported_by(path)
+    generators = {path for pattern in identity._GENERATORS for path in package.glob(pattern)}
+    assert package / "peephole.py" in found
+    assert found - generators == {package / "errors.py"}
