@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 
 STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 4
+MOST_REST_S = 0.5
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -243,7 +245,10 @@ def _measured(call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Reco
         str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
         for index, plan in enumerate(plans.values())
     }
+    started = time.perf_counter()
     timings: dict[str, Timing] = measure(calls, rounds, warmup=1, recorder=recorder)
+    # a card that has worked for long at its power limit clocks lower, and ranks kernels differently, than one in a burst
+    time.sleep(min(time.perf_counter() - started, MOST_REST_S))
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 
 
