@@ -247,7 +247,7 @@ def _measured(call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Reco
     }
     started = time.perf_counter()
     timings: dict[str, Timing] = measure(calls, rounds, warmup=1, recorder=recorder)
-    # a card that has worked for long at its power limit clocks lower, and ranks kernels differently, than one in a burst
+    # a card that has long worked at its power limit clocks lower, and ranks kernels differently, than one in a burst
     time.sleep(min(time.perf_counter() - started, MOST_REST_S))
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 
