@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench import llama_report, longtail, report, suite_host, suite_jit, suite_training
 from bench.results import Row
+from bench.rungs import RUNGS
 
 Tables = Mapping[str, Callable[[Sequence[Row]], str]]
 
@@ -30,12 +31,13 @@ UNITS = {
 
 
 def of(files: Mapping[Path, Sequence[Row]], tables: Tables) -> list[str]:
-    """A section for each file that has rows; the parts of a run share one."""
+    """A section for each file that has rows; the parts of a run share one, but for those beside other projects."""
     groups: dict[str, dict[Path, Sequence[Row]]] = {}
     for path, rows in files.items():
         if rows:
             suite = rows[0]["suite"]
-            groups.setdefault(suite if suite in IN_PARTS else str(path), {})[path] = rows
+            is_part = suite in IN_PARTS and not any(RUNGS[row["rung"]].is_peer for row in rows)
+            groups.setdefault(suite if is_part else str(path), {})[path] = rows
     return [_section(group, tables) for group in groups.values()]
 
 

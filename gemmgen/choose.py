@@ -157,7 +157,7 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
-    *(_sm90(128, n, "cooperative", (1, 2)) for n in (32, 48, 64, 80)),
+    *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
     _swapped(64, 16, 128, "single", 1, stages=5),
