@@ -66,8 +66,9 @@ def test_without_results_nothing_is_claimed(tmp_path):
 
 
 def test_result_files_are_shown(tmp_path, monkeypatch):
-    for name in ("epilogue-1", "epilogue-2", "llama-a", "llama-b"):
-        row = {"suite": name[:-2], "case": name, "M": 1, "N": 1, "K": 1}
+    for name, rung in (("epilogue-1", "bare"), ("epilogue-2", "quack"), ("llama-a", "bare"), ("llama-b", "eager"),
+                       ("llama-c", "quack")):  # fmt: skip
+        row = {"suite": name[:-2], "case": name, "M": 1, "N": 1, "K": 1, "rung": rung}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(report, "conditions", lambda rows: "a GPU")
@@ -81,4 +82,6 @@ def test_result_files_are_shown(tmp_path, monkeypatch):
         "epilogue table of 1",
         "`llama-a.jsonl`, `llama-b.jsonl`: Median GPU times, L2 cold. a GPU.",
         "llama table of 2",
+        "`llama-c.jsonl`: Median GPU times, L2 cold. a GPU.",
+        "llama table of 1",
     ]
