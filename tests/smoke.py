@@ -48,7 +48,7 @@ def _forward(path: Path, is_filled: bool) -> str:
     op, (A, B, operands) = path.gemm(kitchen), path.problem()
     if is_filled and not path.is_split:
         return _fault(op, A, B, operands, op(A, B, out=_filled(op, A, B, operands), **operands))
-    with _filled_allocations() if is_filled else contextlib.nullcontext():
+    with _allocations(is_filled):
         return _fault(op, A, B, operands, path.call(op, A, B, **operands))
 
 
@@ -60,10 +60,9 @@ def _filled(op: gg.Gemm, A: Tensor, B: Tensor, operands: Mapping[str, Tensor | f
 
 
 @contextlib.contextmanager
-def _filled_allocations() -> Iterator[None]:
-    """What torch allocates is NaN until it is written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+def _allocations(is_filled: bool) -> Iterator[None]:
+    """Where `is_filled`, what torch allocates is NaN until it is written."""
+    torch.use_deterministic_algorithms(is_filled, warn_only=True)  # by default that fills
     try:
         yield
     finally:
@@ -74,18 +73,11 @@ def _eight_bits(dtype: torch.dtype, is_filled: bool) -> str:
     path = Path(200, 136, 72, device="cuda" if torch.cuda.is_available() else "cpu")
     op, (A, B, operands) = path.gemm(kitchen), path.problem(torch.float32)
     A, B = A.to(dtype), B.mT.to(dtype).mT
-    if is_filled:
-        with _filled_allocations():
-            return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
-    return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
+    with _allocations(is_filled):
+        return _fault(op, A, B, operands, path.call(op, A, B, torch.float32, **operands))
 
 
 def _backward(path: Path, is_filled: bool) -> str:
-    with _filled_allocations() if is_filled else contextlib.nullcontext():
-        return _gradients_fault(path)
-
-
-def _gradients_fault(path: Path) -> str:
     op, (A, B, operands) = path.gemm(kitchen), path.problem()
     cotangent = integers(*path.lead, path.M, path.N, dtype=torch.bfloat16, device=path.device)
 
@@ -97,8 +89,9 @@ def _gradients_fault(path: Path) -> str:
         return list(torch.autograd.grad(results["D"], list(leaves.values()), cotangent))
 
     given = {"A": A, "B": B, **operands}
-    pairs = zip(gradients(given, cotangent), gradients(_on(given, "cpu"), cotangent.cpu()), strict=True)
-    return ", ".join(f"gradient {i}" for i, (got, want) in enumerate(pairs) if not torch.equal(got.cpu(), want))
+    with _allocations(is_filled):
+        pairs = zip(gradients(given, cotangent), gradients(_on(given, "cpu"), cotangent.cpu()), strict=True)
+        return ", ".join(f"gradient {i}" for i, (got, want) in enumerate(pairs) if not torch.equal(got.cpu(), want))
 
 
 WITH_TORCHS_PRODUCTS = ("split", "fused backward", "fallback backward", "cpu backward")
