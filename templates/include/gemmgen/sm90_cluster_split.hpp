@@ -13,12 +13,34 @@
 #include <cutlass/kernel_hardware_info.hpp>
 #include <cutlass/pipeline/pipeline.hpp>
 
+#include "gemmgen/sm90_k_tile.hpp"
+
 namespace gemmgen {
 
 // Barriers over all threads of a cluster of several CTAs; what was written before an arrival is seen after the wait. In
 // a cluster of one the compiler takes barriers of the CTA, which nobody may pass by in between.
 CUTLASS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 CUTLASS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Arrives at a barrier of CTA `rank`, at the address that `barrier` has in this CTA; whoever waits for it in the cluster
+// sees what was written before.
+CUTLASS_DEVICE void arrive_at_rank(uint64_t const* barrier, uint32_t rank) {
+  uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank);
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
+// Waits for the first phase of a barrier of this CTA.
+CUTLASS_DEVICE void wait_for_cluster(uint64_t const* barrier) {
+  for (uint32_t done = 0; done == 0;) {
+    asm volatile(
+        "{ .reg .pred done;"
+        "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;"
+        "  selp.u32 %0, 1, 0, done; }"
+        : "=r"(done)
+        : "r"(cute::cast_smem_ptr_to_uint(barrier))
+        : "memory");
+  }
+}
 
 // 16 bytes of the shared memory of CTA `rank`, at the address that `address` has in this CTA.
 CUTLASS_DEVICE uint4 load_from_rank(uint32_t address, uint32_t rank) {
@@ -29,16 +51,6 @@ CUTLASS_DEVICE uint4 load_from_rank(uint32_t address, uint32_t rank) {
                : "memory");
   return y;
 }
-
-// Counts the k tiles of a slice. Those beyond K load zeros.
-struct KTile {
-  int index;
-  CUTLASS_DEVICE int operator*() const { return index; }
-  CUTLASS_DEVICE KTile& operator++() {
-    ++index;
-    return *this;
-  }
-};
 
 // `Mainloop` and `Epilogue` are collectives of one warpgroup and of clusters of one CTA.
 template <class Mainloop, class Epilogue, int Splits>
@@ -65,6 +77,7 @@ struct ClusterSplitKernel {
     typename Epilogue::TensorStorage epilogue;
     alignas(16) typename Mainloop::PipelineStorage mainloop_pipeline;
     alignas(16) typename Epilogue::PipelineStorage epilogue_pipeline;
+    uint64_t sums_ready;  // in the first CTA: each consumer of the others arrives when its sums are written
   };
   static_assert(sizeof(typename Mainloop::TensorStorage) >= kTileM * kTileN * sizeof(Accum));
 
@@ -108,6 +121,11 @@ struct ClusterSplitKernel {
     if (warp == 0 && cute::elect_one_sync()) {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
       Epilogue::prefetch_tma_descriptors(params.epilogue);
+      if constexpr (Splits > 1) {
+        cutlass::arch::ClusterBarrier::init(&storage.sums_ready,
+                                            (Splits - 1) * kConsumers);
+        cutlass::arch::fence_barrier_init();
+      }
     }
 
     using Pipeline = typename Mainloop::MainloopPipeline;
@@ -129,11 +147,10 @@ struct ClusterSplitKernel {
     }
     LoadPipeline load_pipeline(storage.epilogue_pipeline, load_params);
 
-    if constexpr (Splits > 1) {  // the pipelines are ready
+    __syncthreads();  // the barriers are ready; racecheck does not see that from the cluster's barrier
+    if constexpr (Splits > 1) {
       cluster_arrive();
       cluster_wait();
-    } else {
-      __syncthreads();
     }
 
     auto [M, N, K, L] = params.problem_shape;
@@ -151,17 +168,12 @@ struct ClusterSplitKernel {
       mainloop.load(params.mainloop, pipeline, cutlass::make_producer_start_state<Pipeline>(), inputs, coord,
                     KTile{rank * k_tiles}, k_tiles, lane, 0, storage.mainloop);
       __syncwarp();
-      if constexpr (Splits > 1) { cluster_arrive(); }  // to where the slices are summed; no load of C waits for it
+      if constexpr (Splits > 1) { cluster_arrive(); }
       if (rank == 0 && epilogue.is_producer_load_needed()) {
         auto state = epilogue.load(load_pipeline, cutlass::make_producer_start_state<LoadPipeline>(),
                                    params.problem_shape, TileShape{}, coord, TiledMma{}, lane, storage.epilogue);
         epilogue.load_tail(load_pipeline, state);
         __syncwarp();
-      }
-      if constexpr (Splits > 1) {
-        cluster_wait();
-        cluster_arrive();  // to where nobody reads another's shared memory any more
-        cluster_wait();
       }
     } else {
       cute::Tensor accum = cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{}));
@@ -170,15 +182,13 @@ struct ClusterSplitKernel {
       mainloop.mma_tail(pipeline, state, k_tiles);
       if constexpr (Splits > 1) { add_slices(accum, rank, storage); }
       if (rank == 0) { store(epilogue, load_pipeline, params, coord, accum, storage); }
-      if constexpr (Splits > 1) {
-        __syncwarp();
-        cluster_wait();
-      }
+      __syncwarp();
     }
+    if constexpr (Splits > 1) { cluster_wait(); }  // nobody reads another's shared memory any more
   }
 
  private:
-  // Adds the sums of all slices in the first CTA. Ends with the arrival at the last barrier of the kernel.
+  // Adds the sums of all slices in the first CTA. Ends with the arrival at the cluster's last barrier.
   template <class Accumulators>
   CUTLASS_DEVICE static void add_slices(Accumulators& accum, int rank, SharedStorage& storage) {
     auto* partials = reinterpret_cast<uint4*>(&storage.mainloop) + threadIdx.x;
@@ -190,10 +200,9 @@ struct ClusterSplitKernel {
         partials[i / kVector * kConsumers] = {bits(accum(i)), bits(accum(i + 1)), bits(accum(i + 2)),
                                               bits(accum(i + 3))};
       }
-    }
-    cluster_arrive();
-    cluster_wait();
-    if (rank == 0) {
+      arrive_at_rank(&storage.sums_ready, 0);
+    } else {
+      wait_for_cluster(&storage.sums_ready);
 #pragma unroll kUnrolledSlices
       for (int other = 1; other < Splits; ++other) {
         CUTLASS_PRAGMA_UNROLL
@@ -206,6 +215,7 @@ struct ClusterSplitKernel {
         }
       }
     }
+    __syncwarp();
     cluster_arrive();
   }
 
