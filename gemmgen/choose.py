@@ -34,7 +34,6 @@ TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its part
 GATHER_CYCLES = 1200  # two barriers of a cluster and the latency of its distributed shared memory
 START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
-EXPOSED_HALF = 0.5  # of an epilogue whose other half the mainloop hides
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
@@ -157,7 +156,6 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
-    *(_sm90(256, n, "overlapped", cluster) for n in (128, 160, 192) for cluster in ((2, 1), (1, 2))),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
     _swapped(64, 16, 256, "single", 2),
@@ -247,15 +245,14 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     """
     if config.family != "sm90":
         return True
-    accums = config.tile_shape[0] * config.tile_shape[1] // sm90.SCHEDULES[config.kernel_schedule].threads
+    threads = 256 if config.kernel_schedule.startswith("cooperative") else 128
+    accums = config.tile_shape[0] * config.tile_shape[1] // threads
     if config.scheduler == "stream_k" and sm90.is_promoted(signature, config):
         accums += 32  # what stream-K knows of its work finds no room beside the sums
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
     is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= 1 and not reduces
-    if config.kernel_schedule == "overlapped" and not is_simple:
-        return False  # the other half's WGMMAs run beside it
     return accums <= (192 if is_simple else 128)
 
 
@@ -316,8 +313,7 @@ def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count
         return LAUNCH_CYCLES + CLEAR_CYCLES + max(turns, memory)
     waves = math.ceil(tiles / resident)
     hidden = config.kernel_schedule.startswith("pingpong") and waves > 1
-    exposed = 0.15 if hidden else EXPOSED_HALF if config.kernel_schedule == "overlapped" else 1
-    per_tile = steps * step + exposed * epilogue
+    per_tile = steps * step + (0.15 * epilogue if hidden else epilogue)
     return LAUNCH_CYCLES + max(waves * per_tile, memory) + (epilogue if hidden else 0)
 
 

@@ -15,8 +15,7 @@ class GemmConfig:
         family: the template family: "sm90", "sm80" or "sm100".
         tile_shape: CTA tile (m, n, k) in elements.
         cluster_shape: CTAs per cluster (m, n); (1, 1) outside sm90 and sm100.
-        kernel_schedule: "cooperative", "pingpong", "overlapped" or "single" (sm90), "multistage" (sm80), "auto"
-            (sm100). "overlapped" is cooperative, with the end of a tile's mainloop behind half of its epilogue.
+        kernel_schedule: "cooperative", "pingpong" or "single" (sm90), "multistage" (sm80), "auto" (sm100).
         epilogue_tile: sub-tile (m, n) that the epilogue walks; None lets CUTLASS choose (sm90).
         stages: shared-memory buffers of the mainloop; None takes as many as fit (sm90, sm100).
         warp_shape: warp tile (m, n, k); sm80 only.

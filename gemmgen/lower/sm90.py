@@ -30,7 +30,6 @@ class Schedule:
         mainloop, epilogue: CUTLASS schedule tags.
         kernel_header: CUTLASS header of the kernel layer.
         threads: threads that hold one accumulator tile.
-        halves: parts along M of a CTA tile, each with an epilogue of its own.
         is_fast_accum: fp8 accumulates in the tensor core's own precision.
         schedulers: the `scheduler`s that go with it.
     """
@@ -41,7 +40,6 @@ class Schedule:
     threads: int
     is_fast_accum: bool = False
     schedulers: tuple[str, ...] = ("persistent",)
-    halves: int = 1
 
     @property
     def epilogue_m(self) -> int:
@@ -53,7 +51,6 @@ _KERNEL_HEADER = "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_"
 _COOPERATIVE = ("TmaWarpSpecializedCooperative", _KERNEL_HEADER + "cooperative.hpp", 256)
 _PINGPONG = ("TmaWarpSpecialized", _KERNEL_HEADER + "pingpong.hpp", 128)
 _SINGLE = ("TmaWarpSpecialized", "gemmgen/sm90_cluster_split.hpp", 128)
-_OVERLAPPED = (_COOPERATIVE[0], "gemmgen/sm90_overlapped.hpp", 256)
 _ANY_SHARE = ("persistent", "stream_k")
 
 SCHEDULES = {
@@ -63,7 +60,6 @@ SCHEDULES = {
         "KernelTmaWarpSpecializedCooperativeFP8FastAccum", *_COOPERATIVE, True, schedulers=_ANY_SHARE
     ),
     "pingpong_fast_accum": Schedule("KernelTmaWarpSpecializedPingpongFP8FastAccum", *_PINGPONG, True),
-    "overlapped": Schedule("KernelTmaWarpSpecializedCooperative", *_OVERLAPPED, halves=2),
     "single": Schedule("KernelTmaWarpSpecialized", *_SINGLE, schedulers=(CLUSTER_SPLIT,)),
     "single_fast_accum": Schedule("KernelTmaWarpSpecializedFP8FastAccum", *_SINGLE, True, schedulers=(CLUSTER_SPLIT,)),
 }
@@ -90,7 +86,6 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         "sm90.cu.jinja",
         **collective_values(signature, config),
         headers=(*swapped_header, _mainloop_header(signature, config), schedule.kernel_header),
-        overlapped=schedule.halves > 1,
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         extended_mma_shapes=_takes_extended_mma(signature, config),
         tile_m=tile_m,
@@ -257,17 +252,7 @@ def _reject_schedule(signature: Signature, config: GemmConfig, arch: Arch) -> st
         return f"the scheduler {config.scheduler} needs a kernel_schedule of {', '.join(wanted)}"
     if config.split_k > 1 and config.scheduler == "persistent":
         return f"split_k needs the scheduler stream_k or {CLUSTER_SPLIT}"
-    if schedule.halves > 1:
-        return _reject_overlapped(signature, config)
     return _reject_cluster_split(signature, config) if config.scheduler == CLUSTER_SPLIT else None
-
-
-def _reject_overlapped(signature: Signature, config: GemmConfig) -> str | None:
-    if config.tile_shape[0] != 256:
-        return f"tile_shape m = {config.tile_shape[0]}: the two halves of overlapped have 128 rows each"
-    if signature.a.dtype in FP8:
-        return "overlapped has no mainloop that promotes the partial sums of fp8"
-    return _reject_transposed_tf32(signature)
 
 
 def _reject_cluster_split(signature: Signature, config: GemmConfig) -> str | None:
@@ -275,12 +260,8 @@ def _reject_cluster_split(signature: Signature, config: GemmConfig) -> str | Non
         return f"split_k = {config.split_k}: a cluster has 1, 2, 4 or 8 CTAs to share a tile"
     if config.cluster_shape != (1, 1):
         return f"cluster_shape {config.cluster_shape}: the CTAs of a cluster share one tile"
-    return _reject_transposed_tf32(signature)
-
-
-def _reject_transposed_tf32(signature: Signature) -> str | None:
     if signature.a.dtype is DType.F32 and not signature.a.k_major:
-        return "the mainloop of tf32 A with M contiguous goes with CUTLASS's own kernel layers only"
+        return "the mainloop of tf32 A with M contiguous has kernels of its own only"
     return None
 
 
@@ -368,14 +349,13 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
 def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
     """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
     schedule = SCHEDULES[config.kernel_schedule]
-    epilogue_m, epilogue_n = epilogue_shape(config)
     m, n = config.epilogue_tile or (schedule.epilogue_m, 32)
-    subtiles = epilogue_m * epilogue_n // (m * n)
+    subtiles = config.tile_shape[0] * config.tile_shape[1] // (m * n)
     loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
     stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
     rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
     partials = sum(4 for value in signature.outputs if value.reduce and value.kind is Kind.ROW) * schedule.threads // 32
-    return m * n * (loaded + stored) + epilogue_n * (rows + partials)
+    return m * n * (loaded + stored) + config.tile_shape[1] * (rows + partials)
 
 
 # Names in C++
@@ -413,12 +393,6 @@ def _summary(signature: Signature) -> str:
 
 def _reduce_prefix(output: Output) -> str:
     return f"{output.reduce.value} to " if output.reduce else ""
-
-
-def epilogue_shape(config: GemmConfig) -> tuple[int, int]:
-    """Rows and columns of what one epilogue works on: a CTA tile, or a half of one."""
-    m, n, _ = config.tile_shape
-    return m // SCHEDULES[config.kernel_schedule].halves, n
 
 
 def epilogue_tile(config: GemmConfig) -> str:
@@ -530,7 +504,7 @@ def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, s
 
 def _partials(signature: Signature, config: GemmConfig) -> list[dict[str, object]]:
     """Per reduction output: how many CTA tiles lie along the mode that it reduces."""
-    tile_m, tile_n = epilogue_shape(config)
+    tile_m, tile_n, _ = config.tile_shape
     m, n = ("x->n", "x->m") if config.swapped else ("x->m", "x->n")  # of a caller, who knows nothing of the swap
     along = {Kind.ROW: (m, tile_m), Kind.COL: (n, tile_n)}
     return [

@@ -25,7 +25,6 @@ INDICES = (Input(Kind.ROW_INDEX, DType.I32), Input(Kind.COL_INDEX, DType.I32))
 D = Output(Kind.TILE, DType.BF16)
 SUM_OVER_M = Output(Kind.ROW, DType.F32, Reduce.SUM)
 MAX_OVER_N = Output(Kind.COL, DType.F32, Reduce.MAX)
-OVERLAPPED = GemmConfig("sm90", (256, 128, 64), (2, 1), "overlapped")
 COOPERATIVE = GemmConfig("sm90", (128, 256, 64), (2, 1), "cooperative")
 PINGPONG = GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
 SWAPPED = GemmConfig("sm90", (64, 8, 128), (1, 1), "pingpong", swapped=True)
@@ -89,8 +88,6 @@ LEGAL = [
     pytest.param(
         signature(DType.F32, k_major=(True, False)), replace(SWAPPED, tile_shape=(64, 32, 64)), id="swapped-tf32"
     ),
-    pytest.param(signature(inputs=(ROW, TILE), outputs=(D, SUM_OVER_M)), OVERLAPPED, id="overlapped"),
-    pytest.param(signature(DType.F32), replace(OVERLAPPED, tile_shape=(256, 128, 32)), id="overlapped-tf32"),
     pytest.param(signature(), SPLIT, id="cluster-split"),
     pytest.param(signature(), replace(SPLIT, swapped=False), id="cluster-split-of-rows"),
 ]
@@ -150,18 +147,6 @@ REFUSED = [
     ),
     pytest.param(
         signature(DType.E4M3), replace(SWAPPED, tile_shape=(64, 8, 256)), "exact sums every 128", id="swapped-fp8-k"
-    ),
-    pytest.param(signature(), replace(OVERLAPPED, tile_shape=(128, 128, 64)), "two halves", id="overlapped-tile-m"),
-    pytest.param(signature(), replace(OVERLAPPED, scheduler="stream_k"), "cooperative", id="overlapped-stream-k"),
-    pytest.param(signature(), replace(OVERLAPPED, epilogue_tile=(256, 32)), "share 128 rows", id="overlapped-subtile"),
-    pytest.param(
-        signature(DType.E4M3), replace(OVERLAPPED, tile_shape=(256, 128, 128)), "promotes", id="overlapped-fp8"
-    ),
-    pytest.param(
-        signature(DType.F32, k_major=(False, True)),
-        replace(OVERLAPPED, tile_shape=(256, 128, 32)),
-        "M contiguous",
-        id="overlapped-tf32-transposed",
     ),
     pytest.param(signature(), replace(SPLIT, kernel_schedule="pingpong"), "single", id="cluster-split-pingpong"),
     pytest.param(signature(), replace(SPLIT, scheduler="stream_k"), "cooperative", id="single-stream-k"),
@@ -254,12 +239,6 @@ def test_partial_counts_follow_the_reduced_mode():
     assert "if (output == 2) { return cute::ceil_div(x->n, 256); }" in text
 
 
-def test_each_half_of_an_overlapped_tile_has_partials():
-    text = render_skeleton(signature(outputs=(D, SUM_OVER_M, MAX_OVER_N)), OVERLAPPED, SM90)
-    assert "if (output == 1) { return cute::ceil_div(x->m, 128); }" in text
-    assert "if (output == 2) { return cute::ceil_div(x->n, 128); }" in text
-
-
 def test_partial_counts_of_the_swapped_problem_are_those_of_the_callers_axes():
     text = render_skeleton(signature(outputs=(D, SUM_OVER_M, MAX_OVER_N)), SWAPPED, SM90)
     assert "if (output == 1) { return cute::ceil_div(x->m, 8); }" in text
@@ -324,7 +303,6 @@ BUILT = [
         id="swapped",
     ),
     pytest.param(signature(DType.I8, inputs=(ROW, TILE)), SPLIT, id="swapped-cluster-split"),
-    pytest.param(signature(inputs=(ROW, TILE), outputs=(D, SUM_OVER_M)), OVERLAPPED, id="overlapped"),
     pytest.param(
         signature(DType.E4M3, inputs=(ROW, COL, TILE, TILE, SCALAR), outputs=(D, D, SUM_OVER_M, MAX_OVER_N)),
         replace(COOPERATIVE, tile_shape=(128, 256, 128)),

@@ -1,4 +1,4 @@
-"""The contract on every path: fused sm90, overlapped, batched, both split-K, swapped, the sm80 fallback, split, pointwise, CPU."""
+"""The contract on every path: fused sm90, batched, both split-K, swapped, the sm80 fallback, split, pointwise, CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import gemmgen as gg
-from tests.gpu.test_fused import CUDA, OVERLAPPED, assert_exact, cluster_split, kitchen, matrices, operands_of, swapped
+from tests.gpu.test_fused import CUDA, assert_exact, cluster_split, kitchen, matrices, operands_of, swapped
 from tests.gpu.test_ways import split
 from tests.oracle import integers, listed
 
@@ -58,7 +58,6 @@ STREAM_K = gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", schedule
 PATHS = {
     "cpu": Path(40, 72, 16, device="cpu"),
     "fused": Path(200, 272, 72, config=SM90),
-    "overlapped": Path(328, 272, 264, config=OVERLAPPED),
     "batched": Path(136, 272, 72, lead=(3,), config=SM90),
     "split-k": Path(200, 272, 264, config=STREAM_K),
     "swapped": Path(17, 272, 264, config=swapped((64, 16, 128))),
@@ -83,7 +82,7 @@ def test_the_paths_are_what_they_are_called():
 
     found = {name: plan_of(path) for name, path in PATHS.items() if name not in ("cpu", "split")}
     assert {name: plan.way for name, plan in found.items()} == {
-        **dict.fromkeys(("fused", "overlapped", "batched", "split-k", "swapped", "cluster-split", "fallback"), "fused"),
+        **dict.fromkeys(("fused", "batched", "split-k", "swapped", "cluster-split", "fallback"), "fused"),
         "pointwise": "pointwise",
     }
     assert found["fallback"].config.family == "sm80" and found["fused"].config == SM90

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -187,9 +185,6 @@ CONFIGS = [
     gg.GemmConfig("sm90", (128, 224, 64), (2, 1), "cooperative"),
     gg.GemmConfig("sm90", (256, 160, 64), (1, 2), "cooperative", (128, 32)),
     gg.GemmConfig("sm90", (128, 160, 64), (2, 1), "pingpong", (64, 32)),
-    gg.GemmConfig("sm90", (256, 128, 64), (2, 1), "overlapped", swizzle=2, raster="N"),
-    gg.GemmConfig("sm90", (256, 192, 64), (1, 2), "overlapped"),
-    gg.GemmConfig("sm90", (256, 160, 64), (1, 1), "overlapped", (128, 32)),
     gg.GemmConfig("sm90", (128, 80, 64), (1, 2), "cooperative"),
     gg.GemmConfig("sm90", (128, 48, 64), (1, 2), "cooperative"),
     gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2),
@@ -218,33 +213,6 @@ def test_every_config_is_exact_on_integers(config):
         A, B = matrices(M, N, K, "nt", torch.bfloat16)
         operands = {"row": integers(N, dtype=torch.bfloat16, device=CUDA), "alpha": 2.0}
         assert_exact(op, A, B, operands, op(A, B, **operands))
-
-
-OVERLAPPED = gg.GemmConfig("sm90", (256, 128, 64), (1, 1), "overlapped")
-OVERLAPPED_CONFIGS = [OVERLAPPED, replace(OVERLAPPED, stages=2), replace(OVERLAPPED, stages=3, epilogue_tile=(128, 16))]
-
-
-# K shorter than both leads of the first half, and longer; a second half without rows; several tiles for each CTA
-@pytest.mark.parametrize("layout", ["nt", "tn"])
-@pytest.mark.parametrize("config", OVERLAPPED_CONFIGS, ids=lambda c: c.label)
-def test_overlapped_is_exact_on_integers_for_any_number_of_k_tiles(config, layout):
-    op = gg.Gemm(kitchen, config=config)
-    for M, N, K in ((40, 136, 8), (296, 264, 64), (264, 520, 72), (392, 136, 192), (520, 136, 200), (256, 128, 256),
-                    (384, 256, 328), (1160, 8200, 648)):  # fmt: skip
-        A, B = matrices(M, N, K, layout, torch.bfloat16)
-        operands = operands_of(M, N, dtype=torch.bfloat16)
-        assert_exact(op, A, B, operands, op(A, B, **operands))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float32], ids=str)
-@pytest.mark.parametrize("precision", ["high"], indirect=True)
-def test_overlapped_of_other_inputs_is_exact_on_integers(dtype, precision):
-    k = 128 // dtype.itemsize
-    op = gg.Gemm(scaled, config=gg.GemmConfig("sm90", (256, 128, k), (1, 2), "overlapped"))
-    for M, N, K in ((40, 136, 16), (392, 264, 5 * k)):
-        A, B = matrices(M, N, K, "nt", dtype)
-        operands = {"row": integers(N, dtype=torch.float32, device=CUDA), "alpha": 2.0}
-        assert_exact(op, A, B, operands, op(A, B, out_dtype=torch.float32, **operands))
 
 
 def swapped(tile: tuple[int, int, int], schedule: str = "pingpong", **fields) -> gg.GemmConfig:

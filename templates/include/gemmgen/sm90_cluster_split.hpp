@@ -13,8 +13,6 @@
 #include <cutlass/kernel_hardware_info.hpp>
 #include <cutlass/pipeline/pipeline.hpp>
 
-#include "gemmgen/sm90_k_tile.hpp"
-
 namespace gemmgen {
 
 // Barriers over all threads of a cluster of several CTAs; what was written before an arrival is seen after the wait. In
@@ -51,6 +49,16 @@ CUTLASS_DEVICE uint4 load_from_rank(uint32_t address, uint32_t rank) {
                : "memory");
   return y;
 }
+
+// Counts the k tiles of a slice. Those beyond K load zeros.
+struct KTile {
+  int index;
+  CUTLASS_DEVICE int operator*() const { return index; }
+  CUTLASS_DEVICE KTile& operator++() {
+    ++index;
+    return *this;
+  }
+};
 
 // `Mainloop` and `Epilogue` are collectives of one warpgroup and of clusters of one CTA.
 template <class Mainloop, class Epilogue, int Splits>
@@ -122,8 +130,7 @@ struct ClusterSplitKernel {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
       Epilogue::prefetch_tma_descriptors(params.epilogue);
       if constexpr (Splits > 1) {
-        cutlass::arch::ClusterBarrier::init(&storage.sums_ready,
-                                            (Splits - 1) * kConsumers);
+        cutlass::arch::ClusterBarrier::init(&storage.sums_ready, (Splits - 1) * kConsumers);
         cutlass::arch::fence_barrier_init();
       }
     }
