@@ -230,7 +230,10 @@ def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder) -> dict[W
     ratios: dict[Way, float] = {}
     left = dict(plans)
     for stage, (few, limit) in enumerate(STAGES):
+        started = time.perf_counter()
         medians = _measured(call, left, few, recorder)
+        # a card that has long worked at its power limit clocks lower, and ranks kernels differently, than in a burst
+        time.sleep(min(time.perf_counter() - started, MOST_REST_S))
         best = min(medians.values())
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
@@ -245,10 +248,7 @@ def _measured(call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Reco
         str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
         for index, plan in enumerate(plans.values())
     }
-    started = time.perf_counter()
     timings: dict[str, Timing] = measure(calls, rounds, warmup=1, recorder=recorder)
-    # a card that has long worked at its power limit clocks lower, and ranks kernels differently, than one in a burst
-    time.sleep(min(time.perf_counter() - started, MOST_REST_S))
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 
 

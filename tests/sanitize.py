@@ -34,9 +34,7 @@ TOOLS = {
 ARGUMENTS = {"initcheck": ["--filled"], "racecheck": ["--cpu-products"]}
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY|Target application|not supported", re.IGNORECASE)
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
-# Under any of the tools the set's kernel that splits K over a cluster of two CTAs does not end. Bias and GELU by such a
-# kernel end, and by CUTLASS's own with clusters; why this one does not is not known.
-PROGRAM = (sys.executable, "-m", "tests.smoke", "--no-clusters")
+PROGRAM = (sys.executable, "-m", "tests.smoke")
 # apart: one has its result where the other, which loads cuBLAS, is cut off
 PARTS = ("--without-products", "--products")
 PYTHONPATH = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

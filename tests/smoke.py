@@ -1,6 +1,6 @@
 """One small call on each path, forward and backward, checked: what `make sanitize` runs under compute-sanitizer.
 
-    python -m tests.smoke [--products | --without-products] [--filled] [--no-clusters] [--cpu-products]
+    python -m tests.smoke [--products | --without-products] [--filled] [--cpu-products]
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import gemmgen as gg
 from tests.gpu.test_contract import PATHS, Path
-from tests.gpu.test_fused import cluster_split, kitchen
+from tests.gpu.test_fused import kitchen
 from tests.oracle import integers, listed
 
 EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
 
 
-def paths(has_clusters: bool = True) -> dict[str, Path]:
-    """Those that can run here; without clusters of several CTAs, a kernel that would split K over one does not."""
+def paths() -> dict[str, Path]:
+    """Those that can run here."""
     has_gpu = torch.cuda.is_available()
-    found = {name: path for name, path in PATHS.items() if (name != "cpu") == has_gpu}
-    if "cluster-split" in found and not has_clusters:
-        found["cluster-split"] = replace(found["cluster-split"], config=cluster_split((64, 16, 128), 1))
-    return found
+    return {name: path for name, path in PATHS.items() if (name != "cpu") == has_gpu}
 
 
 def _on(operands: Mapping[str, Tensor | float], device: str) -> dict[str, Tensor | float]:
@@ -98,15 +94,14 @@ WITH_TORCHS_PRODUCTS = ("split", "fused backward", "fallback backward", "cpu bac
 WITHOUT_TMA = ("cpu", "fallback", "pointwise")  # paths whose kernels, and torch's, store as threads do
 
 
-def checks(is_filled: bool = False, has_clusters: bool = True) -> dict[str, Callable[[], str]]:
+def checks(is_filled: bool = False) -> dict[str, Callable[[], str]]:
     """By name: runs a call, and says what of its results is wrong, or nothing.
 
     Args:
         is_filled: what TMA writes is NaN before, and nothing else.
-        has_clusters: as in `paths`.
     """
     found: dict[str, Callable[[], str]] = {}
-    for name, path in paths(has_clusters).items():
+    for name, path in paths().items():
         fills = is_filled and name not in WITHOUT_TMA
         found[name] = functools.partial(_forward, path, fills)
         if name in ("cpu", "fused", "fallback"):
@@ -133,14 +128,13 @@ def main() -> int:
     products.add_argument("--without-products", action="store_true", help="leave out calls that torch multiplies in")
     products.add_argument("--products", action="store_true", help="these calls alone")
     parser.add_argument("--filled", action="store_true", help="what TMA writes is NaN before")
-    parser.add_argument("--no-clusters", action="store_true", help="no kernel has clusters of several CTAs")
     parser.add_argument("--cpu-products", action="store_true", help="torch multiplies without cuBLAS")
     options = parser.parse_args()
     if options.cpu_products:
         os.environ["GEMMGEN_DISPATCHER"] = "0"  # it calls products that return their result
         library = torch_multiplies_on_the_cpu()  # noqa: F841  is kept alive
     count = 0
-    for name, check in checks(options.filled, not options.no_clusters).items():
+    for name, check in checks(options.filled).items():
         has_product = name in WITH_TORCHS_PRODUCTS
         if (options.products and not has_product) or (options.without_products and has_product):
             continue

@@ -272,9 +272,8 @@ def _reject_tile(signature: Signature, config: GemmConfig, arch: Arch) -> str | 
     k_step = 32 // signature.a.dtype.bytes  # of one WGMMA
     if m % schedule.epilogue_m or not 0 < m <= 256:
         return f"tile_shape m = {m}: {config.kernel_schedule} takes multiples of {schedule.epilogue_m} up to 256"
-    n_step = 8 if config.swapped else 16
-    if n % n_step or not n_step <= n <= 256:
-        return f"tile_shape n = {n}: the epilogue takes multiples of {n_step} up to 256"
+    if (n % 16 or not 16 <= n <= 256) and not (n == 8 and config.swapped):
+        return f"tile_shape n = {n}: the epilogue takes {'8, or ' if config.swapped else ''}multiples of 16 up to 256"
     if n % 32 and signature.math == "tf32":
         return f"tile_shape n = {n}: the layouts of tf32 in shared memory need multiples of 32"
     if k % k_step or k <= 0:
