@@ -204,7 +204,6 @@ def _kernels_in(gemm: Gemm, some: Iterable[Any]) -> set[Kernel]:
 def _build(ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int]) -> set[Kernel]:
     """Build the kernels of all lengths, in parallel; which they are."""
     from gemmgen import jit
-    from gemmgen.runtime import selected
 
     sources = {}
     for gemm in LAYER:
@@ -212,7 +211,7 @@ def _build(ops: Mapping[str, Any], inputs: Inputs, lengths: Sequence[int]) -> se
         for M in lengths:
             x, weight, operands = inputs.of(gemm, M)
             call = runner.tunable(x, weight.t(), operands)
-            way = selected(call.binding, call.target, runner.options).ways[0]
+            way = runner.selection(call.binding, call.target).ways[0]
             for kernel in _kernels_in(gemm, [way]) - sources.keys():
                 sources[kernel] = way.source(call.binding, call.target.arch)
     jit.build(list(sources.values()), on_error="return")

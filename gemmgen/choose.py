@@ -412,6 +412,7 @@ PRODUCT_CONFIGS = tuple(
 LIBRARY_CONFIGS = (*SM90_CANDIDATES, *SWAPPED_CANDIDATES, *SM90_FURTHER, *PRODUCT_CONFIGS)  # as good as ours at least
 
 
+@functools.lru_cache(maxsize=1024)
 def estimate_split_us(signature: Signature, extents: Extents, sm_count: int) -> float:
     """The model's time of torch's product into a wide accumulator in memory, and of the pointwise kernel over it."""
     bare = replace(signature, inputs=(), outputs=(Output(Kind.TILE, signature.accum),))

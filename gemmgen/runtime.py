@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from gemmgen.config import GemmConfig
 from gemmgen.device import Target, is_capturing, is_current, made_current, target_of
 from gemmgen.dispatcher import DispatchedOp
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import GemmgenError, UnsupportedOp
+from gemmgen.errors import CacheError, GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
@@ -94,6 +95,8 @@ class Runner:
         self.options = options
         self._reference = reference
         self._plans = Plans()
+        self._choices: dict[Key, Selection] = {}
+        self._built: dict[Key, BuiltKernel] = {}
         self._pending: dict[Key, Upgrade] = {}
         self.dispatched: DispatchedOp | None = None
 
@@ -154,7 +157,7 @@ class Runner:
 
     def forget_plans(self) -> None:
         """Choose anew for every call, as after a measurement."""
-        self._plans, self._pending = Plans(), {}
+        self._plans, self._choices, self._built, self._pending = Plans(), {}, {}, {}
         if self.dispatched is not None:
             self.dispatched.forget()
 
@@ -166,21 +169,49 @@ class Runner:
         dispatcher.build_in_background()
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
-        selection = self._selection(binding, target, tunable)
-        if self.options.compile == "background" and (way := stand_in(selection, binding, target)):
+        selection = self.selection(binding, target, tunable)
+        first = selection.ways[0]
+        is_built = not isinstance(first, Fused) or _kernel_key(first, binding, target) in self._built
+        if self.options.compile == "background" and not is_built and (way := stand_in(selection, binding, target)):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
             return replace(way.plan(binding, target), is_stand_in=True)
-        return ways.first_plan(selection.ways, binding, target)
+        return ways.first_of(selection.ways, binding, lambda way: self._planned(way, binding, target))
 
-    def _selection(self, binding: Binding, target: Target, tunable: Callable[[], tune.Call]) -> Selection:
-        if self.options.tune == "first-call" and self.options.config is None and not is_capturing():
+    def selection(
+        self, binding: Binding, target: Target, tunable: Callable[[], tune.Call] | None = None
+    ) -> Selection:
+        """What a call runs: chosen once for all M for which the choice comes out the same, or nearly.
+
+        Args:
+            tunable: makes the call to measure where this op measures first calls; without it nothing is measured.
+        """
+        measures = self.options.tune == "first-call" and self.options.config is None and tunable is not None
+        if measures and is_capturing():
+            return selected(binding, target, self.options)  # not kept: a later call can be measured
+        key = _choice_key(binding, target)
+        if (selection := self._choices.get(key)) is not None:
+            return selection
+        if measures and tunable is not None:
             from gemmgen import tune
 
             try:
                 tune.found_or_measured(tunable())
             except torch.OutOfMemoryError as error:
                 logger.warning("`%s` is not measured: %s", binding.graph.name, error)
-        return selected(binding, target, self.options)
+        if len(self._choices) >= MAX_PLANS:
+            self._choices.clear()
+        return self._choices.setdefault(key, selected(binding, target, self.options))
+
+    def _planned(self, way: Way, binding: Binding, target: Target) -> Plan:
+        """The plan of `way`. A kernel is looked for in the cache, or built, once."""
+        if not isinstance(way, Fused):
+            return way.plan(binding, target)
+        key = _kernel_key(way, binding, target)
+        if (built := self._built.get(key)) is not None:
+            with contextlib.suppress(CacheError):  # it was removed from the cache, and has to be built again
+                return way.plan_of(built, binding, target)
+        self._built[key] = built = way.built(binding, target.arch)
+        return way.plan_of(built, binding, target)
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:
         """`plan`, or the fused one that was built in the background, which replaces it from now on."""
@@ -189,20 +220,36 @@ class Runner:
             return plan
         if self._pending.pop(key, None) is None:
             return plan  # another thread is replacing it
-        settled = _settled(plan, upgrade)
+        settled = self._settled(plan, upgrade)
         self._plans.replace(key, settled)
         return settled
 
+    def _settled(self, plan: Plan, upgrade: Upgrade) -> Plan:
+        """The plan of the fused kernel that was built, or `plan` for good where that failed."""
+        if upgrade.building.exception() is None:  # else it was logged
+            way, built = upgrade.building.result()
+            self._built[_kernel_key(way, upgrade.binding, upgrade.target)] = built
+            try:
+                return way.plan_of(built, upgrade.binding, upgrade.target)
+            except GemmgenError as error:
+                logger.warning("%s was built in the background, but its calls stay unfused: %s", way.label, error)
+        return replace(plan, is_stand_in=False)
 
-def _settled(plan: Plan, upgrade: Upgrade) -> Plan:
-    """The plan of the fused kernel that was built, or `plan` for good where that failed."""
-    if upgrade.building.exception() is None:  # else it was logged
-        way, built = upgrade.building.result()
-        try:
-            return way.plan_of(built, upgrade.binding, upgrade.target)
-        except GemmgenError as error:
-            logger.warning("%s was built in the background, but its calls stay unfused: %s", way.label, error)
-    return replace(plan, is_stand_in=False)
+
+def _choice_key(binding: Binding, target: Target) -> Key:
+    """All that a choice depends on, but for what of M makes little difference to it."""
+    extents = replace(binding.extents, M=_representative(binding.extents.M))
+    return (target, extents, binding.signature, binding.a, binding.b, binding.readings, binding.dtypes)
+
+
+def _representative(M: int) -> int:
+    """The largest M that has as many tiles of every height worth trying, and is in the same bucket."""
+    step = 1 if M <= 64 else 8 if M <= 1024 else 64
+    return -(-M // step) * step
+
+
+def _kernel_key(way: Fused, binding: Binding, target: Target) -> Key:
+    return (way.config.compiled(), binding.signature, target.arch)
 
 
 def selected(binding: Binding, target: Target, options: Options) -> Selection:

@@ -63,10 +63,14 @@ class Fused:
         """Whether its kernel is in the cache."""
         return jit.find(self.source(binding, arch)) is not None
 
+    def built(self, binding: Binding, arch: Arch) -> BuiltKernel:
+        """Its kernel, from the cache or built now. Raises what `jit.build` raises."""
+        (built,) = jit.build([self.source(binding, arch)])
+        return built
+
     def plan(self, binding: Binding, target: Target) -> Plan:
         """The plan, its kernel built now if it is not in the cache. Raises what `jit.build` raises."""
-        (built,) = jit.build([self.source(binding, target.arch)])
-        return self.plan_of(built, binding, target)
+        return self.plan_of(self.built(binding, target.arch), binding, target)
 
     def plan_of(self, built: BuiltKernel, binding: Binding, target: Target) -> Plan:
         """The plan of a kernel that is built."""
@@ -246,26 +250,18 @@ def _unfused(binding: Binding, target: Target) -> tuple[list[Timed], tuple[str, 
     return sorted(timed, key=lambda each: each.time_us * MARGIN[each.way]), notes
 
 
-def first_plan(ways: Sequence[Way], binding: Binding, target: Target) -> Plan:
-    """The plan of the first of `ways` that builds.
+def first_built(ways: Sequence[Fused], binding: Binding, arch: Arch) -> tuple[Fused, BuiltKernel]:
+    """The first of `ways` that builds, with its kernel. Raises as `first_of`."""
+
+    return first_of(ways, binding, lambda way: (way, way.built(binding, arch)))
+
+
+def first_of(ways: Sequence[AnyWay], binding: Binding, attempt: Callable[[AnyWay], T]) -> T:
+    """What `attempt` makes of the first of `ways` that builds.
 
     Raises:
         CompileError: none builds; the error of the first.
     """
-    return _first(ways, binding, lambda way: way.plan(binding, target))
-
-
-def first_built(ways: Sequence[Fused], binding: Binding, arch: Arch) -> tuple[Fused, BuiltKernel]:
-    """The first of `ways` that builds, with its kernel. Raises as `first_plan`."""
-
-    def build(way: Fused) -> tuple[Fused, BuiltKernel]:
-        (built,) = jit.build([way.source(binding, arch)])
-        return way, built
-
-    return _first(ways, binding, build)
-
-
-def _first(ways: Sequence[AnyWay], binding: Binding, attempt: Callable[[AnyWay], T]) -> T:
     refusals: list[CompileError] = []
     for way in ways:
         try:

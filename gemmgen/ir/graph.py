@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -71,10 +72,14 @@ class Graph:
 
     def loads(self) -> tuple[Parameter, ...]:
         """The parameters that some result depends on."""
+        return self._loads
+
+    @functools.cached_property
+    def _loads(self) -> tuple[Parameter, ...]:
         used = {node.attr for node in self.nodes() if node.op is Op.LOAD}
         return tuple(p for p in self.parameters if p.name in used)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """12 hex digits that identify the computation (not the name)."""
         from gemmgen.ir.text import to_text

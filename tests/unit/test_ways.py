@@ -14,7 +14,7 @@ from gemmgen.dtypes import DType
 from gemmgen.plan import run
 from gemmgen.runtime import Runner, bind_call
 from gemmgen.torch_ops import PRODUCTS
-from gemmgen.ways import SPLIT, Fused, first_plan, select
+from gemmgen.ways import SPLIT, Fused, first_of, select
 from tests.unit import fake_device
 from tests.unit.fake_device import SM90, call_of, doubled
 
@@ -170,7 +170,7 @@ def test_a_given_config_has_no_substitute(device):
     selection = select(binding, SM90, op.runner.options.config)
     device.refused = {selection.ways[0].source(binding, SM90.arch).name}
     with pytest.raises(gg.CompileError, match="spills"):
-        first_plan(selection.ways, binding, SM90)
+        first_of(selection.ways, binding, lambda way: way.plan(binding, SM90))
 
 
 def test_split_comes_first_only_where_it_is_clearly_faster(monkeypatch):
