@@ -404,7 +404,7 @@ def _splitting_cycles(
 
 PRODUCT_CONFIGS = tuple(
     _sm90(m, n, "cooperative", split_k=split_k)
-    for m, n in ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
+    for m, n in ((256, 192), (256, 160), (128, 256), (256, 128), (128, 128), (64, 256), (64, 128), (64, 64))
     for split_k in (None, 2, 4, 8)
 )
 
