@@ -185,8 +185,8 @@ class Runner:
         Args:
             tunable: makes the call to measure where this op measures first calls; without it nothing is measured.
         """
-        measures = self.options.tune == "first-call" and self.options.config is None and tunable is not None
-        if measures and is_capturing():
+        measures = self.options.tune == "first-call" and self.options.config is None
+        if measures and (tunable is None or is_capturing()):
             return selected(binding, target, self.options)  # not kept: a later call can be measured
         key = _choice_key(binding, target)
         if (selection := self._choices.get(key)) is not None:
@@ -239,7 +239,8 @@ class Runner:
 def _choice_key(binding: Binding, target: Target) -> Key:
     """All that a choice depends on, but for what of M makes little difference to it."""
     extents = replace(binding.extents, M=_representative(binding.extents.M))
-    return (target, extents, binding.signature, binding.a, binding.b, binding.readings, binding.dtypes)
+    epilogue = (binding.slots, binding.readings, binding.dtypes, binding.has_contiguous_outs)
+    return (target, extents, binding.signature, binding.a, binding.b, epilogue)
 
 
 def _representative(M: int) -> int:

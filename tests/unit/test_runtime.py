@@ -107,6 +107,28 @@ def test_a_choice_that_could_not_be_measured_while_capturing_is_not_kept(device,
     assert len(measured) == 1 and counted["selected"] == 2
 
 
+def test_who_only_asks_leaves_the_first_call_to_be_measured(device, monkeypatch):
+    run = runner(tune="first-call")
+    measured = []
+    monkeypatch.setattr("gemmgen.tune.found_or_measured", measured.append)
+    A, B, operands = call_of(72)
+    call = run.tunable(A, B, operands)
+    run.selection(call.binding, call.target)
+    assert not measured
+    assert_right(run, 72)
+    assert len(measured) == 1
+
+
+def test_an_op_of_torch_is_not_chosen_for_results_that_it_cannot_write(device, monkeypatch):
+    monkeypatch.setattr("gemmgen.choose.estimate_library_us", lambda *_: 0.1)
+    run = Runner(gg.Gemm(gg.library.bias)._op.graph_for)
+    A, B, operands = call_of(72)
+    A, B, operands = A.bfloat16(), B.bfloat16(), {"bias": operands["bias"].bfloat16()}
+    wide = torch.empty(72, 256, dtype=torch.bfloat16)
+    assert run.plan(A, B, operands, None, [wide[:, :128].contiguous()]).way == "library"
+    assert run.plan(A, B, operands, None, [wide[:, :128]]).way != "library"
+
+
 CANDIDATES = (*choose.SM90_CANDIDATES, *choose.SM90_FURTHER, *choose.SWAPPED_CANDIDATES)
 HEIGHTS = sorted({c.tile_shape[1 if c.swapped else 0] for c in CANDIDATES})
 
