@@ -238,7 +238,9 @@ class Runner:
 
 def _choice_key(binding: Binding, target: Target) -> Key:
     """All that a choice depends on, but for what of M makes little difference to it."""
-    extents = replace(binding.extents, M=_representative(binding.extents.M))
+    extents = binding.extents
+    if extents.L == 1:  # of a batch, M also decides whether torch can take it as one product
+        extents = replace(extents, M=_representative(extents.M))
     epilogue = (binding.slots, binding.readings, binding.dtypes, binding.has_contiguous_outs)
     return (target, extents, binding.signature, binding.a, binding.b, epilogue)
 

@@ -129,6 +129,15 @@ def test_an_op_of_torch_is_not_chosen_for_results_that_it_cannot_write(device, m
     assert run.plan(A, B, operands, None, [wide[:, :128]]).way != "library"
 
 
+def test_an_op_of_torch_is_not_chosen_for_a_batch_that_is_no_single_product(device, monkeypatch):
+    monkeypatch.setattr("gemmgen.choose.estimate_library_us", lambda *_: 0.1)
+    run = Runner(gg.Gemm(gg.library.bias)._op.graph_for)
+    A, B = torch.empty(3, 72, 64, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16).t()
+    operands = {"bias": torch.empty(128, dtype=torch.bfloat16)}
+    assert run.plan(A, B, operands).way == "library"
+    assert run.plan(A[:, :71], B, operands).way != "library"
+
+
 CANDIDATES = (*choose.SM90_CANDIDATES, *choose.SM90_FURTHER, *choose.SWAPPED_CANDIDATES)
 HEIGHTS = sorted({c.tile_shape[1 if c.swapped else 0] for c in CANDIDATES})
 
