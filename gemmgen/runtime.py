@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
+MAX_CHOICES = 1024  # per op, of about 18 KB
 
 Key = tuple[object, ...]
 Compile = Literal["eager", "background"]
@@ -170,9 +171,11 @@ class Runner:
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
         selection = self.selection(binding, target, tunable)
-        first = selection.ways[0]
-        is_built = not isinstance(first, Fused) or _kernel_key(first, binding, target) in self._built
-        if self.options.compile == "background" and not is_built and (way := stand_in(selection, binding, target)):
+        if (
+            self.options.compile == "background"
+            and not self._has_built(selection.ways[0], binding, target)
+            and (way := stand_in(selection, binding, target))
+        ):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
             return replace(way.plan(binding, target), is_stand_in=True)
         return ways.first_of(selection.ways, binding, lambda way: self._planned(way, binding, target))
@@ -180,7 +183,7 @@ class Runner:
     def selection(
         self, binding: Binding, target: Target, tunable: Callable[[], tune.Call] | None = None
     ) -> Selection:
-        """What a call runs: chosen once for all M for which the choice comes out the same, or nearly.
+        """What a call runs: `selected`, once for each class of M.
 
         Args:
             tunable: makes the call to measure where this op measures first calls; without it nothing is measured.
@@ -198,9 +201,15 @@ class Runner:
                 tune.found_or_measured(tunable())
             except torch.OutOfMemoryError as error:
                 logger.warning("`%s` is not measured: %s", binding.graph.name, error)
-        if len(self._choices) >= MAX_PLANS:
+                return selected(binding, target, self.options)  # nor is this kept
+        if len(self._choices) >= MAX_CHOICES:
             self._choices.clear()
         return self._choices.setdefault(key, selected(binding, target, self.options))
+
+    def _has_built(self, way: Way, binding: Binding, target: Target) -> bool:
+        """Whether this op has used the kernel of `way` before, and it is still in the cache."""
+        built = self._built.get(_kernel_key(way, binding, target)) if isinstance(way, Fused) else None
+        return built is not None and built.cubin.is_file()
 
     def _planned(self, way: Way, binding: Binding, target: Target) -> Plan:
         """The plan of `way`. A kernel is looked for in the cache, or built, once."""
@@ -237,18 +246,10 @@ class Runner:
 
 
 def _choice_key(binding: Binding, target: Target) -> Key:
-    """All that a choice depends on, but for what of M makes little difference to it."""
-    extents = binding.extents
-    if extents.L == 1:  # of a batch, M also decides whether torch can take it as one product
-        extents = replace(extents, M=_representative(extents.M))
+    """All that `selected` depends on, but for the op's options and what was measured."""
     epilogue = (binding.slots, binding.readings, binding.dtypes, binding.has_contiguous_outs)
+    extents = tuned.representative_of(binding.extents)
     return (target, extents, binding.signature, binding.a, binding.b, epilogue)
-
-
-def _representative(M: int) -> int:
-    """The largest M that has as many tiles of every height worth trying, and is in the same bucket."""
-    step = 1 if M <= 64 else 8 if M <= 1024 else 64
-    return -(-M // step) * step
 
 
 def _kernel_key(way: Fused, binding: Binding, target: Target) -> Key:
@@ -256,7 +257,11 @@ def _kernel_key(way: Fused, binding: Binding, target: Target) -> Key:
 
 
 def selected(binding: Binding, target: Target, options: Options) -> Selection:
-    """What a call runs, by what was measured before or else by the model. Measures nothing."""
+    """What a call runs, by what was measured before or else by the model. Measures nothing.
+
+    All calls of a class of M (`tuned.representative_of`) run the same.
+    """
+    binding = replace(binding, extents=tuned.representative_of(binding.extents))
     if options.config is None and options.tune != "off" and target.name:
         entry = tuned.find(tuned.key_of(binding, target))
         if entry is not None and (selection := entry.selection(binding, target)):

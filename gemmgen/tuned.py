@@ -26,6 +26,7 @@ from gemmgen.device import Target, driver_version
 from gemmgen.errors import ToolchainError
 from gemmgen.jit.cache import cache_of, digest
 from gemmgen.jit.toolchain import find_cutlass
+from gemmgen.problem import Extents
 from gemmgen.settings import settings
 from gemmgen.ways import Fused, Selection, Timed, Way, way_of
 
@@ -41,6 +42,17 @@ def bucket_of(M: int) -> int:
     """The bucket that M is in, named by its largest M."""
     power = max(LEAST_BUCKET, 1 << max(0, M - 1).bit_length())
     return power * 3 // 4 if power > LEAST_BUCKET and power * 3 // 4 >= M else power
+
+
+def representative_of(extents: Extents) -> Extents:
+    """The extents, in the place of these, that a way is chosen for: the largest M of its class.
+
+    In a class every height of tile worth trying comes as often into M, and M is in one bucket. Of a batch, M also
+    decides whether torch can take it as one product: there every M is its own class.
+    """
+    M = extents.M
+    step = 1 if M <= 64 or extents.L != 1 else 8 if M <= 1024 else 64
+    return replace(extents, M=-(-M // step) * step)
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class Entry:
         ]
         if not timed:
             return None
-        if binding.extents.M == self.M:
+        if representative_of(binding.extents) == representative_of(replace(binding.extents, M=self.M)):
             return Selection(tuple(t.way for t in timed), f"the fastest measured, at M = {self.M}", tuple(timed), True)
         near = [t for t in timed if t.time_us <= NEAR * timed[0].time_us]
         scaled = sorted((self._scaled(t, binding, target) for t in near), key=lambda t: t.time_us)

@@ -9,7 +9,9 @@ import torch
 
 import gemmgen as gg
 from gemmgen import choose, jit, runtime, tuned
+from gemmgen.problem import Extents
 from gemmgen.runtime import Options, Runner
+from gemmgen.ways import Fused
 from tests.unit import fake_device
 from tests.unit.fake_device import FakeKernel, call_of, doubled
 
@@ -142,12 +144,55 @@ CANDIDATES = (*choose.SM90_CANDIDATES, *choose.SM90_FURTHER, *choose.SWAPPED_CAN
 HEIGHTS = sorted({c.tile_shape[1 if c.swapped else 0] for c in CANDIDATES})
 
 
+def representative(M: int) -> int:
+    return tuned.representative_of(Extents(M, 4096, 4096, 1, False)).M
+
+
 def test_a_class_of_m_has_as_many_tiles_throughout_and_one_bucket():
     for M in range(1, 5000):
-        representative = runtime._representative(M)
-        assert 0 <= representative - M < 64
-        assert tuned.bucket_of(representative) == tuned.bucket_of(M)
+        largest = representative(M)
+        assert 0 <= largest - M < 64 and representative(largest) == largest
+        assert tuned.bucket_of(largest) == tuned.bucket_of(M)
         # of many rows, no kernel with lower tiles is worth trying
         for height in (h for h in HEIGHTS if M <= 1024 or h >= 64):
-            assert math.ceil(representative / height) == math.ceil(M / height), (M, height)
-    assert len({runtime._representative(M) for M in range(1, 16385)}) < 450
+            assert math.ceil(largest / height) == math.ceil(M / height), (M, height)
+    assert len({representative(M) for M in range(1, 16385)}) < 450
+
+
+@pytest.mark.parametrize("order", [(81, 88), (88, 81)])
+def test_the_first_call_of_a_class_does_not_decide_for_the_others(device, order):
+    alone, run = runner(), runner()
+    wanted = {}
+    for M in order:
+        A, B, operands = call_of(M)
+        alone.forget_plans()
+        wanted[M] = alone.plan(A, B, operands).config
+        assert run.plan(A, B, operands).config == wanted[M]
+    assert wanted[81] == wanted[88]
+
+
+def test_a_class_whose_m_was_measured_runs_what_was_the_fastest(device):
+    A, B, operands = call_of(84)
+    run = runner()
+    call = run.tunable(A, B, operands)
+    first, second = [way for way in run.selection(call.binding, call.target).ways if isinstance(way, Fused)][:2]
+    entry = tuned.Entry.of(84, (tuned.Measured(second, 10.0), tuned.Measured(first, 10.1)))
+    for M in (81, 84, 88):
+        A, B, operands = call_of(M)
+        binding = run.tunable(A, B, operands).binding
+        selection = entry.selection(binding, call.target)
+        assert selection is not None and selection.ways[0] == second
+
+
+def test_a_choice_that_memory_did_not_suffice_to_measure_is_not_kept(device, monkeypatch):
+    run = runner(tune="first-call")
+    tried = []
+
+    def measure(call):
+        tried.append(call)
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("gemmgen.tune.found_or_measured", measure)
+    for M in (72, 71):
+        assert_right(run, M)
+    assert len(tried) == 2
