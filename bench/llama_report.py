@@ -65,8 +65,8 @@ def ratio_table(rows: Sequence[Row]) -> str:
         own = {problem: rungs for problem, rungs in problems.items() if problem[:2] == (cases[index], m)}
         quack = [_mean(_ratios(own, "quack").values())] if has_quack else []
         lines.append([cases[index], str(m), *_line_of(own), *quack])
-    most = sorted({row["tuned"] for row in rows if row.get("tuned")})
-    tuned = f" gemmgen was tuned before, over {most[-1]} kernels a problem." if most else ""
+    most = sorted({row["tuned"] for row in rows if row.get("tuned")}, reverse=True)
+    tuned = f" gemmgen was tuned before, over {' or '.join(map(str, most))} kernels a problem." if most else ""
     text = (
         "Time of gemmgen divided by that of another, above 1 where gemmgen is slower: geometric means over the layers "
         "(N, K), the number of layers where the fastest other way is faster, and the worst of them with its N x K."

@@ -171,11 +171,7 @@ class Runner:
         if binding.extents.K == 0 or binding.is_empty:
             return pointwise_plan(binding, target.arch)
         selection = self.selection(binding, target, tunable)
-        if (
-            self.options.compile == "background"
-            and not self._has_built(selection.ways[0], binding, target)
-            and (way := stand_in(selection, binding, target))
-        ):
+        if way := self._stand_in(selection, binding, target):
             self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
             return replace(way.plan(binding, target), is_stand_in=True)
         return ways.first_of(selection.ways, binding, lambda way: self._planned(way, binding, target))
@@ -188,28 +184,45 @@ class Runner:
         Args:
             tunable: makes the call to measure where this op measures first calls; without it nothing is measured.
         """
-        measures = self.options.tune == "first-call" and self.options.config is None
-        if measures and (tunable is None or is_capturing()):
-            return selected(binding, target, self.options)  # not kept: a later call can be measured
         key = _choice_key(binding, target)
-        if (selection := self._choices.get(key)) is not None:
-            return selection
-        if measures and tunable is not None:
-            from gemmgen import tune
+        if (kept := self._choices.get(key)) is not None:
+            return kept
+        is_final = self._has_measured(binding, tunable)
+        selection = selected(binding, target, self.options)
+        if is_final:
+            if len(self._choices) >= MAX_CHOICES:
+                self._choices.clear()
+            self._choices[key] = selection
+        return selection
 
-            try:
-                tune.found_or_measured(tunable())
-            except torch.OutOfMemoryError as error:
-                logger.warning("`%s` is not measured: %s", binding.graph.name, error)
-                return selected(binding, target, self.options)  # nor is this kept
-        if len(self._choices) >= MAX_CHOICES:
-            self._choices.clear()
-        return self._choices.setdefault(key, selected(binding, target, self.options))
+    def _has_measured(self, binding: Binding, tunable: Callable[[], tune.Call] | None) -> bool:
+        """Measure a first call, where this op does that. False where that is left for a later call to do."""
+        if self.options.tune != "first-call" or self.options.config is not None:
+            return True
+        if tunable is None or is_capturing():
+            return False
+        from gemmgen import tune
 
-    def _has_built(self, way: Way, binding: Binding, target: Target) -> bool:
-        """Whether this op has used the kernel of `way` before, and it is still in the cache."""
-        built = self._built.get(_kernel_key(way, binding, target)) if isinstance(way, Fused) else None
-        return built is not None and built.cubin.is_file()
+        try:
+            tune.found_or_measured(tunable())
+        except torch.OutOfMemoryError as error:
+            logger.warning("`%s` is not measured: %s", binding.graph.name, error)
+            return False
+        return True
+
+    def _stand_in(self, selection: Selection, binding: Binding, target: Target) -> Way | None:
+        """What serves calls while the chosen kernel is compiled; None where none has to be, or nothing can serve."""
+        first = selection.ways[0]
+        if self.options.compile != "background" or not isinstance(first, Fused):
+            return None
+        able = (way for way in UNFUSED.values() if way.reject_reason(binding, target.arch) is None)
+        way = next(able, None)
+        return None if way is None or self._is_built(first, binding, target) else way
+
+    def _is_built(self, way: Fused, binding: Binding, target: Target) -> bool:
+        """Whether the kernel of `way` is in the cache, where one that this op has used is known by its file."""
+        built = self._built.get(_kernel_key(way, binding, target))
+        return (built is not None and built.cubin.is_file()) or way.is_built(binding, target.arch)
 
     def _planned(self, way: Way, binding: Binding, target: Target) -> Plan:
         """The plan of `way`. A kernel is looked for in the cache, or built, once."""
@@ -267,16 +280,6 @@ def selected(binding: Binding, target: Target, options: Options) -> Selection:
         if entry is not None and (selection := entry.selection(binding, target)):
             return selection
     return ways.select(binding, target, options.config)
-
-
-def stand_in(selection: Selection, binding: Binding, target: Target) -> Way | None:
-    """What serves calls while the chosen kernel is compiled; None where it is there, or nothing can."""
-    first = selection.ways[0]
-    if not isinstance(first, Fused):
-        return None
-    able = (way for way in UNFUSED.values() if way.reject_reason(binding, target.arch) is None)
-    way = next(able, None)
-    return None if way is None or first.is_built(binding, target.arch) else way
 
 
 def _building(selection: Selection, binding: Binding, target: Target) -> Future[tuple[Fused, BuiltKernel]]:

@@ -23,12 +23,9 @@ POINTWISE = "gemmgen_pointwise"
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, tf32):
     monkeypatch.setattr(background, "_builds", background.Builds())
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield fake_device.installed(monkeypatch)
-    torch.set_float32_matmul_precision(before)
+    return fake_device.installed(monkeypatch)
 
 
 @pytest.fixture

@@ -17,11 +17,8 @@ from tests.unit.fake_device import FakeKernel, call_of, doubled
 
 
 @pytest.fixture
-def device(monkeypatch):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield fake_device.installed(monkeypatch)
-    torch.set_float32_matmul_precision(before)
+def device(monkeypatch, tf32):
+    return fake_device.installed(monkeypatch)
 
 
 @pytest.fixture

@@ -50,13 +50,10 @@ class FakeRecorder:
 
 
 @pytest.fixture
-def device(monkeypatch, tmp_path):
+def device(monkeypatch, tmp_path, tf32):
     monkeypatch.setenv("GEMMGEN_CACHE_DIR", str(tmp_path))
     tuned.forget()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
     yield fake_device.installed(monkeypatch)
-    torch.set_float32_matmul_precision(before)
     tuned.forget()
 
 

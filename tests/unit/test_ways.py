@@ -20,18 +20,12 @@ from tests.unit.fake_device import SM90, call_of, doubled
 
 ARCH = ARCHS["sm90"]
 
+pytestmark = pytest.mark.usefixtures("tf32")
+
 
 @pytest.fixture
 def device(monkeypatch):
     return fake_device.installed(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _tf32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @gg.epilogue
