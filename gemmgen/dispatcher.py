@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,15 @@ from gemmgen.jit.compile import LIBRARY_FLAGS, compile_library
 from gemmgen.plan import Finish, Plan, Store
 from gemmgen.settings import settings
 from gemmgen.templates import templates_dir
+from gemmgen.tuned import M_CLASSES
 
 if TYPE_CHECKING:
+    from gemmgen.ir.graph import Graph
     from gemmgen.operand_schema import OperandSchema
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_FILE = "dispatcher.so"
 # the ops of torch that C++ calls, as its TorchOp numbers them
 TORCH_OPS = {"torch.mm": 1, "torch.addmm": 2, "torch.addmm, then relu_": 3, "torch._addmm_activation": 4}
@@ -49,13 +51,17 @@ class _Driver(ctypes.Structure):
     _fields_ = (("context_get_current", c_void_p), ("launch_kernel", c_void_p), ("current_stream", c_void_p))
 
 
+class _MClasses(ctypes.Structure):
+    _fields_ = (("up_to", c_int64), ("step", c_int64))
+
+
 class _Result(ctypes.Structure):
     _fields_ = (
         ("sizes", c_int64 * MAX_DIMS),
         ("dims", c_int32),
         ("scalar_type", c_int32),
         ("word", c_int32),
-        ("unused", c_int32),
+        ("m_axis", c_int32),
     )
 
 
@@ -84,8 +90,9 @@ class _Plan(ctypes.Structure):
         ("run", c_void_p),
         ("kernel", c_void_p),
         ("args", c_void_p),
-        ("workspace_bytes", c_int64),
+        ("workspace_of", c_void_p),
         ("args_bytes", c_int32),
+        ("m_offset", c_int32),
         ("a_word", c_int32),
         ("b_word", c_int32),
         ("result_count", c_int32),
@@ -94,7 +101,6 @@ class _Plan(ctypes.Structure):
         ("finish_threads", c_uint32),
         ("torch_op", c_int32),
         ("torch_bias", c_int32),
-        ("unused", c_int32),
         ("results", _Result * jit.load.MAX_OUTPUTS),
         ("loads", _Load * MAX_LOADS),
         ("finishes", _Finish * jit.load.MAX_OUTPUTS),
@@ -104,10 +110,11 @@ class _Plan(ctypes.Structure):
 class DispatchedOp:
     """An op that C++ implements for one device, with its `python` overload behind it. Get it with `implement`."""
 
-    def __init__(self, library: ctypes.CDLL, handle: int, operands: OperandSchema):
+    def __init__(self, library: ctypes.CDLL, handle: int, operands: OperandSchema, is_by_class: bool):
         self._library = library
         self._handle = handle
         self._positions = operands.positions()
+        self._is_by_class = is_by_class
 
     def offer(self, plan: Plan) -> None:
         """Let C++ run calls like the one that this thread is running in Python, if it can."""
@@ -134,8 +141,9 @@ class DispatchedOp:
             run=plan.kernel.entry,
             kernel=plan.kernel.handle,
             args=ctypes.addressof(plan.args),
-            workspace_bytes=plan.workspace_bytes,
+            workspace_of=plan.kernel.workspace_of,
             args_bytes=ctypes.sizeof(plan.args),
+            m_offset=jit.Args.m.offset,
             a_word=plan.a_word,
             b_word=plan.b_word,
             result_count=len(plan.stores),
@@ -144,7 +152,7 @@ class DispatchedOp:
             finish_threads=pointwise.FINISH_THREADS,
         )
         for result, store in zip(mirrored.results, plan.stores, strict=False):
-            _fill_result(result, store)
+            _fill_result(result, store, self._is_by_class)
         for mirror, given in zip(mirrored.loads, plan.loads, strict=False):
             mirror.argument = 2 + self._positions[given.name]
             mirror.word, mirror.value_offset = given.word, given.value_offset
@@ -172,9 +180,11 @@ def is_runnable(plan: Plan) -> bool:
     )
 
 
-def _fill_result(result: _Result, store: Store) -> None:
-    result.sizes[: len(store.shape)] = store.shape
-    result.dims, result.scalar_type, result.word = len(store.shape), _SCALAR_TYPES[store.dtype], store.word
+def _fill_result(result: _Result, store: Store, is_by_class: bool) -> None:
+    dims = len(store.shape)
+    result.sizes[:dims] = store.shape
+    result.dims, result.scalar_type, result.word = dims, _SCALAR_TYPES[store.dtype], store.word
+    result.m_axis = dims - 2 if is_by_class else -1
 
 
 def _fill_finish(mirror: _Finish, finish: Finish) -> None:
@@ -189,17 +199,22 @@ def _fill_finish(mirror: _Finish, finish: Finish) -> None:
 # The library
 
 
-def implement(name: str, operands: OperandSchema, device_key: str = "CUDA") -> DispatchedOp | None:
+def implement(name: str, graph: Graph, operands: OperandSchema, device_key: str = "CUDA") -> DispatchedOp | None:
     """Implement `gemmgen::<name>` in C++ for `device_key` and Autograd, or None where there is no C++ dispatcher.
 
-    The op's `python` overload, of the same schema and implemented in Python for both keys, must be there.
+    The op's `python` overload, of the same schema and implemented in Python for both keys, must be there. A plan serves
+    the class of its M, unless there are reductions: how many partials those have depends on M itself.
     """
     library = loaded()
     if library is None:
         return None
-    handle = library.gemmgen_dispatcher_implement(name.encode(), device_key.encode())
+    is_by_class = not any(result.is_reduction for result in graph.results)
+    along_m = [0, *(2 + at for at in operands.positions_along_m())] if is_by_class else []
+    handle = library.gemmgen_dispatcher_implement(
+        name.encode(), device_key.encode(), (c_int32 * len(along_m))(*along_m), len(along_m)
+    )
     assert handle, f"gemmgen::{name}.python is not defined"
-    return DispatchedOp(library, handle, operands)
+    return DispatchedOp(library, handle, operands, is_by_class)
 
 
 def is_available() -> bool:
@@ -250,11 +265,15 @@ def load_library(path: Path) -> ctypes.CDLL:
     ):
         raise CacheError("the C++ dispatcher is of another gemmgen\n  Run `gemmgen cache clear`.")
     library.gemmgen_dispatcher_implement.restype = c_void_p
-    library.gemmgen_dispatcher_implement.argtypes = (c_char_p, c_char_p)
+    library.gemmgen_dispatcher_implement.argtypes = (c_char_p, c_char_p, c_void_p, c_int)
     library.gemmgen_dispatcher_offer.argtypes = (c_void_p, c_void_p)
     library.gemmgen_dispatcher_forget.argtypes = (c_void_p,)
     library.gemmgen_dispatcher_launches.restype = c_int64
     library.gemmgen_dispatcher_launches.argtypes = (c_void_p,)
+    library.gemmgen_dispatcher_representative.restype = c_int64
+    library.gemmgen_dispatcher_representative.argtypes = (c_int64,)
+    classes = (_MClasses * len(M_CLASSES))(*(_MClasses(*some) for some in M_CLASSES))
+    library.gemmgen_dispatcher_classify(classes, len(classes))
     return library
 
 

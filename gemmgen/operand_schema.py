@@ -86,6 +86,15 @@ class OperandSchema:
             at += 1 if argument.value_name is None else 2
         return positions
 
+    def positions_along_m(self) -> list[int]:
+        """Where the operands stand whose last axes begin with M."""
+        positions = self.positions()
+        return [
+            positions[argument.parameter.name]
+            for argument in self.arguments
+            if argument.parameter.axes in (Axes.COL, Axes.TILE)
+        ]
+
 
 def _number(name: str, value: object) -> float:
     if not hasattr(value, "__float__"):  # `float` would read text too

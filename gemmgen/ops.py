@@ -86,7 +86,9 @@ class EpilogueOp:
             _library.define(self._schema_of(in_python), tags=torch.Tag.pt2_compliant_tag)
         _library.impl(in_python, self._cuda, "CUDA")
         _library.impl(in_python, self._autograd, "Autograd")
-        self.runner.dispatched = dispatcher.implement(self.name, self._operands) if in_python != self.name else None
+        self.runner.dispatched = (
+            dispatcher.implement(self.name, self.graph, self._operands) if in_python != self.name else None
+        )
         implement_autocast(self.name, lambda: self.overload, (0, 1))
         _library.impl(f"{self.name}.out", self._autograd_out, "Autograd")
         _library.impl(f"{self.name}.out", self._cpu_out, "CPU")

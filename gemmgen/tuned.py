@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 MOST = 20  # fused kernels that are built for a measurement
 
 LEAST_BUCKET = 16
+M_CLASSES = ((64, 1), (1024, 8), (sys.maxsize, 64))  # up to that M, how far apart the largest M of classes are
 NEAR = 1.25  # ways that were so many times slower than the best are not reconsidered for another M
 
 
@@ -51,7 +52,7 @@ def representative_of(extents: Extents) -> Extents:
     decides whether torch can take it as one product: there every M is its own class.
     """
     M = extents.M
-    step = 1 if M <= 64 or extents.L != 1 else 8 if M <= 1024 else 64
+    step = next(step for up_to, step in M_CLASSES if up_to >= M) if extents.L == 1 else 1
     return replace(extents, M=-(-M // step) * step)
 
 

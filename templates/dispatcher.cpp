@@ -2,7 +2,8 @@
 //
 // gemmgen/dispatcher.py builds this file once per version of torch, and mirrors the structs below in ctypes.
 // A call is recognised by the metadata of its arguments. One that was not seen before runs in Python, through the
-// op's `python` overload, which offers the plan that it made; calls alike are then launched from here.
+// op's `python` overload, which offers the plan that it made; calls alike are then launched from here. Where all M of
+// a class run the same kernel, they are alike.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -14,6 +15,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -27,7 +29,7 @@
 
 namespace {
 
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 constexpr int kMaxArgsBytes = 2048;
 constexpr int kMaxKeyWords = 320;
 constexpr int kMaxResults = 8;
@@ -38,6 +40,7 @@ constexpr size_t kMaxPlans = 4096;  // of one op; then all are forgotten
 // --- what Python fills in
 
 using Run = int (*)(void* kernel, const void* args, void* workspace, void* stream);
+using WorkspaceOf = int64_t (*)(const void* args);
 using ContextGetCurrent = int (*)(void** context);
 using LaunchKernel = int (*)(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned smem,
                              void* stream, void** parameters, void** extra);
@@ -49,6 +52,11 @@ struct Driver {
   CurrentStream current_stream;
 };
 
+// Up to this M, and beyond that of the one before, the multiples of `step` are the largest M of their classes.
+struct MClasses {
+  int64_t up_to, step;
+};
+
 // An op of torch that computes a whole call, in the place of a kernel of ours.
 enum class TorchOp : int32_t { kNone, kMm, kAddmm, kAddmmRelu, kAddmmGeluTanh };
 
@@ -56,8 +64,8 @@ struct Result {
   int64_t sizes[kMaxDims];
   int32_t dims;
   int32_t scalar_type;
-  int32_t word;  // of its pointer in the kernel's arguments, or of the pointer to its partials
-  int32_t unused;
+  int32_t word;    // of its pointer in the kernel's arguments, or of the pointer to its partials
+  int32_t m_axis;  // the axis that is M; -1 where M is the plan's
 };
 
 struct Load {
@@ -86,22 +94,29 @@ struct Plan {
   Run run;
   void* kernel;
   const void* args;  // of the kernel, without pointers
-  int64_t workspace_bytes;
+  WorkspaceOf workspace_of;
   int32_t args_bytes;
+  int32_t m_offset;  // of M in `args`, in bytes
   int32_t a_word, b_word;
   int32_t result_count, load_count, finish_count;
   uint32_t finish_threads;
   TorchOp torch_op;
   int32_t torch_bias;  // argument of the op: the bias of `torch_op`
-  int32_t unused;
   Result results[kMaxResults];
   Load loads[kMaxLoads];
   Finish finishes[kMaxResults];
 };
 
 Driver driver{};
+std::vector<MClasses> m_classes;
 
 // --- telling calls apart
+
+// The largest M of the class of `m`.
+int64_t representative_of(int64_t m) {
+  const auto found = std::find_if(m_classes.begin(), m_classes.end(), [m](MClasses some) { return m <= some.up_to; });
+  return found == m_classes.end() ? m : (m + found->step - 1) / found->step * found->step;
+}
 
 struct Key {
   std::array<int64_t, kMaxKeyWords> words;
@@ -113,13 +128,16 @@ struct Key {
     return true;
   }
 
-  bool add(const at::Tensor& x) {
+  // `rows`: what to read in the place of the first extent, or 0 for that itself.
+  bool add(const at::Tensor& x, int64_t rows) {
     const int64_t dims = x.dim();
     if (count + 1 + 2 * dims > kMaxKeyWords) return false;
     const auto alignment = reinterpret_cast<uintptr_t>(x.const_data_ptr()) & 15;
     words[count++] = static_cast<int64_t>(x.scalar_type()) | static_cast<int64_t>(x.get_device() & 0xff) << 8 |
                      static_cast<int64_t>(alignment) << 16 | dims << 32 | int64_t{1} << 56;
+    const int first = count;
     for (const int64_t size : x.sizes()) words[count++] = size;
+    if (rows != 0) words[first] = rows;
     for (const int64_t stride : x.strides()) words[count++] = stride;
     return true;
   }
@@ -138,12 +156,19 @@ struct Key {
   }
 };
 
-// Whether all arguments could be read. Numbers are values of a call, not part of what it is.
-bool read_key(c10::ArrayRef<c10::IValue> arguments, Key& key) {
-  for (const c10::IValue& argument : arguments) {
+// Whether all arguments could be read. Numbers are values of a call, not part of what it is; nor is the M of a product
+// that is no batch, beyond its class, where `is_along_m` says which arguments begin with it. A is the first of them.
+bool read_key(c10::ArrayRef<c10::IValue> arguments, const std::vector<char>& is_along_m, Key& key) {
+  int64_t m = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& argument = arguments[i];
     if (argument.isTensor()) {
       const at::Tensor& x = argument.toTensor();
-      if (!x.defined() || x.layout() != c10::kStrided || !key.add(x)) return false;
+      if (!x.defined() || x.layout() != c10::kStrided) return false;
+      if (i == 0 && is_along_m[i] && x.dim() == 2) m = x.size(0);
+      const bool is_m = m != 0 && is_along_m[i];
+      if (is_m && (x.dim() == 0 || x.size(0) != m)) return false;  // Python says what is wrong with it
+      if (!key.add(x, is_m ? representative_of(m) : 0)) return false;
     } else if (argument.isInt()) {
       if (!key.add(argument.toInt()) || !key.add(2)) return false;
     } else if (argument.isNone() || argument.isDouble()) {
@@ -209,6 +234,9 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
   void** words = reinterpret_cast<void**>(args);
   words[plan.a_word] = const_cast<void*>(A.const_data_ptr());
   words[plan.b_word] = const_cast<void*>(arguments[1].toTensor().const_data_ptr());
+  const int64_t m = A.size(-2);
+  const auto m_of_args = static_cast<int32_t>(m);
+  std::memcpy(args + plan.m_offset, &m_of_args, sizeof m_of_args);
   for (int i = 0; i < plan.load_count; ++i) {
     const Load& load = plan.loads[i];
     if (load.is_number) {
@@ -223,8 +251,10 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
   results.reserve(plan.result_count);
   for (int i = 0; i < plan.result_count; ++i) {
     const Result& result = plan.results[i];
-    const c10::IntArrayRef sizes(result.sizes, result.dims);
-    results.push_back(at::empty(sizes, options.dtype(static_cast<c10::ScalarType>(result.scalar_type))));
+    std::array<int64_t, kMaxDims> sizes;
+    std::copy_n(result.sizes, kMaxDims, sizes.begin());
+    if (result.m_axis >= 0) sizes[result.m_axis] = m;
+    results.push_back(at::empty(c10::IntArrayRef(sizes.data(), result.dims), options.dtype(static_cast<c10::ScalarType>(result.scalar_type))));
     words[result.word] = results.back().data_ptr();
   }
   std::array<at::Tensor, kMaxResults> partials;
@@ -234,8 +264,8 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
     words[plan.results[plan.finishes[i].result].word] = partials[i].data_ptr();
   }
   at::Tensor workspace;
-  if (plan.workspace_bytes > 0) workspace = at::empty({plan.workspace_bytes}, options.dtype(at::kByte));
-  void* scratch = plan.workspace_bytes > 0 ? workspace.data_ptr() : nullptr;
+  if (const int64_t bytes = plan.workspace_of(args); bytes > 0) workspace = at::empty({bytes}, options.dtype(at::kByte));
+  void* scratch = workspace.defined() ? workspace.data_ptr() : nullptr;
   if (plan.run(plan.kernel, args, scratch, stream) != 0) return std::nullopt;
   for (int i = 0; i < plan.finish_count; ++i) {
     const Finish& last = plan.finishes[i];
@@ -247,7 +277,8 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
 // --- the op's kernels
 
 struct Op {
-  Op(c10::OperatorHandle given, size_t count) : python(std::move(given)), argument_count(count) {}
+  Op(c10::OperatorHandle given, std::vector<char> along_m)
+      : python(std::move(given)), argument_count(along_m.size()), is_along_m(std::move(along_m)) {}
 
   std::shared_ptr<const Owned> find(const Key& key, uint64_t hash) {
     std::shared_lock lock(mutex);
@@ -266,6 +297,7 @@ struct Op {
 
   const c10::OperatorHandle python;
   const size_t argument_count;
+  const std::vector<char> is_along_m;  // by argument
   std::shared_mutex mutex;
   std::unordered_map<uint64_t, std::pair<std::vector<int64_t>, std::shared_ptr<const Owned>>> plans;
   std::atomic<uint64_t> generation{0};  // counts `forget`: a plan made before it must not come in after it
@@ -282,7 +314,7 @@ struct Call final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     Key key;
     const auto arguments = torch::jit::last(*stack, op_->argument_count);
-    const bool is_readable = read_key(arguments, key);
+    const bool is_readable = read_key(arguments, op_->is_along_m, key);
     const uint64_t hash = is_readable ? key.hash() : 0;
     if (is_readable) {
       if (const auto plan = op_->find(key, hash)) {
@@ -340,13 +372,20 @@ EXPORTED int64_t gemmgen_dispatcher_plan_bytes() { return sizeof(Plan); }
 
 EXPORTED void gemmgen_dispatcher_bind(const Driver* given) { driver = *given; }
 
+EXPORTED void gemmgen_dispatcher_classify(const MClasses* given, int count) { m_classes.assign(given, given + count); }
+
+EXPORTED int64_t gemmgen_dispatcher_representative(int64_t m) { return representative_of(m); }
+
 // Implements `gemmgen::<name>` for device key `device_key` and for Autograd, with Python behind `gemmgen::<name>.python`.
-EXPORTED void* gemmgen_dispatcher_implement(const char* name, const char* device_key) {
+// `along_m`: the arguments that begin with M, where all M of a class have one plan; none where each has its own.
+EXPORTED void* gemmgen_dispatcher_implement(const char* name, const char* device_key, const int32_t* along_m, int count) {
   static auto* library = new torch::Library(torch::Library::IMPL, "gemmgen", std::nullopt, __FILE__, __LINE__);
   const std::string qualified = std::string("gemmgen::") + name;
   const auto python = c10::Dispatcher::singleton().findSchema({qualified, "python"});
   if (!python) return nullptr;
-  auto* op = new Op(*python, python->schema().arguments().size());  // as long-lived as the registration
+  std::vector<char> is_along_m(python->schema().arguments().size());
+  std::for_each_n(along_m, count, [&](int32_t argument) { is_along_m[argument] = true; });
+  auto* op = new Op(*python, std::move(is_along_m));  // as long-lived as the registration
   const auto key = c10::parseDispatchKey(device_key);
   library->impl(name, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Call>(op))));
   library->impl(name, torch::dispatch(c10::DispatchKey::Autograd,

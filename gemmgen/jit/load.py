@@ -222,6 +222,7 @@ class Kernel(_Loaded):
         self._run = self._library.gemmgen_run
         # for a caller that is not Python, which launches as `run` does
         self.entry = ctypes.cast(self._run, c_void_p).value
+        self.workspace_of = ctypes.cast(self._library.gemmgen_workspace_bytes, c_void_p).value
         self.handle = self._handle.value
         if self.smem_bytes > _SMEM_BYTES_WITHOUT_ASKING:
             status = driver().cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SMEM, self.smem_bytes)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan
+from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan, tuned
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
 from gemmgen.operand_schema import OperandSchema
 from gemmgen.ops import returned, returned_text
+from gemmgen.problem import Extents
 from gemmgen.runtime import DEFAULT, Options, Runner
 from gemmgen.ways import Library, Split
 from tests.unit import fake_device
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.compile
 
 RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(jit.Args), ctypes.c_void_p, ctypes.c_void_p)
 CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+WORKSPACE_OF = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(jit.Args))
 STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -46,6 +48,11 @@ def scaled(accum, scale: gg.Scalar, bias: gg.Row):
     return result, gg.sum(result, over="M"), gg.sum(result, over="MN")
 
 
+@gg.epilogue
+def shifted(accum, shift: gg.Col, bias: gg.Row, residual: gg.Tile):
+    return accum + shift + bias + residual
+
+
 class Fake:
     """What the fake driver and the fake kernel do."""
 
@@ -58,10 +65,13 @@ class Fake:
             CONTEXT(self.current_context),
             STREAM(self.current_stream),
             LAUNCH(self.launch),
+            WORKSPACE_OF(lambda args: self.workspace_bytes(args[0])),
         )
-        self.entry, self.handle, self.name = ctypes.cast(self.callbacks[0], ctypes.c_void_p).value, 99, "fake"
-        self.driver = dispatcher._Driver(*(ctypes.cast(c, ctypes.c_void_p).value for c in (
-            self.callbacks[1], self.callbacks[3], self.callbacks[2])))  # fmt: skip
+        self.entry, context, stream, launch, self.workspace_of = (
+            ctypes.cast(callback, ctypes.c_void_p).value for callback in self.callbacks
+        )
+        self.handle, self.name, self.asked = 99, "fake", []
+        self.driver = dispatcher._Driver(context, launch, stream)
 
     # of the driver
 
@@ -82,6 +92,10 @@ class Fake:
 
     # of the kernel, whose tiles have one row
 
+    def workspace_bytes(self, args) -> int:
+        self.asked.append(args.m)
+        return 64
+
     def run(self, handle, args, workspace, stream) -> int:
         if self.status:
             return self.status
@@ -92,6 +106,11 @@ class Fake:
             return 0
         A, B = floats(args.a.ptr, args.m, args.k), floats(args.b.ptr, args.n, args.k).t()
         inputs = args.inputs
+        if inputs[2].ptr:
+            of_m, of_n, of_both = (floats(inputs[i].ptr, *shape) for i, shape in enumerate(
+                ((args.m, 1), (args.n,), (args.m, args.n))))  # fmt: skip
+            floats(args.outputs[0].ptr, args.m, args.n).copy_(A @ B + of_m + of_n + of_both)
+            return 0
         scale = floats(inputs[0].ptr, 1) if inputs[0].ptr else inputs[0].value
         result = A @ B * scale + floats(inputs[1].ptr, args.n)
         floats(args.outputs[0].ptr, args.m, args.n).copy_(result)
@@ -105,13 +124,14 @@ class FakeKernel:
 
     def __init__(self, fake: Fake):
         self.fake, self.entry, self.handle, self.name = fake, fake.entry, fake.handle, fake.name
+        self.workspace_of = fake.workspace_of
 
     def run(self, args, workspace, stream) -> None:
         if status := self.fake.run(self.handle, args, workspace, stream):
             raise LaunchError(f"status {status}")
 
     def workspace_bytes(self, args) -> int:
-        return 64
+        return self.fake.workspace_bytes(args)
 
     def partial_count(self, args, output) -> int:
         return args.m
@@ -145,7 +165,7 @@ class Op:
             self.library.define(name + schema)
         self.library.impl(f"{self.name}.python", self._run, "CPU")
         self.library.impl(f"{self.name}.python", self._record, "Autograd")
-        self.runner.dispatched = dispatcher.implement(self.name, self.operands, "CPU")
+        self.runner.dispatched = dispatcher.implement(self.name, graph, self.operands, "CPU")
         self.overload = getattr(torch.ops.gemmgen, self.name).default
 
     def _run(self, A, B, *flat, out_dtype=None):
@@ -213,6 +233,58 @@ def test_numbers_are_read_at_every_call(fake):
     for scale in (2.0, 3.0, -1.0, torch.tensor(4.0), torch.tensor([5.0]), torch.tensor(6.0), 7.0):
         check(op(A, B, scale=scale, bias=bias), A, B, scale, bias)
     assert op.in_python == 3  # a number, a tensor of no dimension, one of one
+
+
+def shifted_call_of(M: int):
+    A, B, bias = call_of(M)
+    shift, residual = torch.arange(float(M)), torch.arange(float(M * 32)).reshape(M, 32)
+    return A, B, {"shift": shift, "bias": bias, "residual": residual}
+
+
+def test_all_m_of_a_class_have_one_plan(fake):
+    op = Op(shifted)
+    for M, in_python in ((65, 1), (72, 1), (66, 1), (73, 2), (80, 2), (65, 2), (1024, 3), (1025, 4), (1088, 4), (64, 5),
+                         (63, 6), (64, 6)):  # fmt: skip
+        A, B, operands = shifted_call_of(M)
+        want = A @ B + operands["shift"][:, None] + operands["bias"] + operands["residual"]
+        assert torch.equal(op(A, B, **operands), want)
+        assert op.in_python == in_python, M
+        assert fake.asked[-1] == M  # the scratch memory of a call is its own
+    assert op.launches == 6
+
+
+def test_operands_of_another_m_of_the_class_are_refused(fake):
+    op = Op(shifted)
+    A, B, operands = shifted_call_of(66)
+    op(A, B, **operands)
+    for name in ("shift", "residual"):
+        for M in (65, 67, 72):  # 72 stands for the class
+            with pytest.raises(gg.ShapeMismatch, match=name):
+                op(A, B, **operands | {name: shifted_call_of(M)[2][name]})
+    assert op.launches == 0
+
+
+@pytest.mark.parametrize("change", [lambda A: A.t().contiguous().t(), lambda A: A[None]], ids=["strides", "batch"])
+def test_an_m_that_is_more_than_a_count_of_rows_is_planned_for_itself(fake, change):
+    op = Op(shifted)
+    fake.computes = False  # it reads contiguous memory only
+    for M, in_python in ((65, 1), (65, 1), (66, 2)):
+        A, B, operands = shifted_call_of(M)
+        op(change(A), B, **operands)
+        assert op.in_python == in_python
+
+
+def test_every_m_of_a_reduction_is_planned_for_itself(fake):
+    op = Op(scaled)
+    for in_python, M in enumerate((65, 66, 72), 1):
+        A, B, bias = call_of(M)
+        check(op(A, B, scale=2.0, bias=bias), A, B, 2.0, bias)
+        assert op.in_python == in_python
+
+
+def test_classes_of_m_are_pythons(library):
+    for M in (*range(1, 2300), 16320, 16321, 2**31 - 1):
+        assert library.gemmgen_dispatcher_representative(M) == tuned.representative_of(Extents(M, 8, 8, 1, False)).M
 
 
 @pytest.mark.parametrize(
@@ -373,11 +445,11 @@ def test_torchs_ops_are_called_by_cpp(fake, monkeypatch, name):
     function.__annotations__ = {"bias": gg.Row}
     op = Op(named(function, f"torchs_{name}"))
     operands = {} if name == "mm" else {"bias": call_of()[2].bfloat16()}
-    for M in (16, 16, 48, 16):
+    for M in (16, 16, 48, 16, 65, 66):
         A, B = (x.bfloat16() for x in call_of(M)[:2])
         assert torch.equal(op(A, B, **operands), expected(A, B, operands.get("bias")))
         assert op.runner.plan(A, B, operands).way == "library"
-    assert (op.in_python, op.launches) == (2, 2)
+    assert (op.in_python, op.launches) == (3, 3)
     assert not fake.streams  # no kernel of ours ran
 
 
@@ -408,7 +480,7 @@ def on_the_cpu(fake, monkeypatch):
     """Ops that are registered now take the CPU for their GPU, on which torch's own ops are the fastest."""
     implement, register = dispatcher.implement, ops._library.impl
     monkeypatch.setattr(choose, "estimate_library_us", lambda *_: 1e-3)
-    monkeypatch.setattr(dispatcher, "implement", lambda name, operands: implement(name, operands, "CPU"))
+    monkeypatch.setattr(dispatcher, "implement", lambda name, graph, operands: implement(name, graph, operands, "CPU"))
 
     def impl(name, function, key, **keywords):
         method = getattr(function, "__func__", None)
