@@ -53,6 +53,7 @@ SHORTFALL = 3.3  # times M ** -0.5
 SWAPPED_AT_ONE_ROW = 0.96
 SWAPPED_PER_ROW = 0.001
 SHORTFALL_LEAST_ROWS = 512
+MOST_SWAPPED_ROWS = 512  # of torch's products
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
@@ -153,6 +154,7 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(128, 160, "pingpong", (1, 2)),
     *(_sm90(128, 128, "pingpong", cluster, (64, 64)) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 128, "pingpong"),
+    *(_sm90(128, n, "cooperative", (2, 1)) for n in (96, 160, 192)),  # one wave of tiles at some 256 or 512 rows
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
@@ -187,7 +189,7 @@ def candidates(signature: Signature, arch: Arch, family: str) -> list[GemmConfig
     configs = {"sm90": SM90_CANDIDATES + SWAPPED_CANDIDATES, "sm100": SM100_CANDIDATES}[family]
     if family == "sm90" and signature.a.dtype in FP8:
         configs += EXACT_FP8_CANDIDATES
-    return [_scaled_k(config, signature) for config in configs]
+    return [_scaled_k(config, signature.a.dtype) for config in configs]
 
 
 def ranked(signature: Signature, extents: Extents, arch: Arch, sm_count: int | None = None) -> list[Ranked]:
@@ -216,7 +218,7 @@ def worth_measuring(
     further = SM90_FURTHER if best[0].config.family == "sm90" else ()
     if further and signature.a.dtype in FP8:
         further += EXACT_FP8_FURTHER
-    scaled = tuple(_scaled_k(config, signature) for config in further)
+    scaled = tuple(_scaled_k(config, signature.a.dtype) for config in further)
     more = _timed(signature, extents, _fitting(signature, scaled, arch), sm_count)
     pool = sorted([*best, *more], key=lambda choice: choice.time_us)
     return [choice for choice in pool if choice.time_us <= within * pool[0].time_us][:most]
@@ -248,12 +250,12 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     threads = 256 if config.kernel_schedule.startswith("cooperative") else 128
     accums = config.tile_shape[0] * config.tile_shape[1] // threads
     if config.scheduler == "stream_k" and sm90.is_promoted(signature, config):
-        accums += 32  # what stream-K knows of its work finds no room beside the sums
+        accums += 64  # what stream-K knows of its work finds no room beside the sums
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= 1 and not reduces
-    return accums <= (192 if is_simple else 128)
+    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= 1
+    return accums <= (128 if reduces else 192 if is_simple else 160)
 
 
 def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
@@ -438,21 +440,29 @@ def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, p
     return (cycles + passes * (LAUNCH_CYCLES + moved / MEMORY_BYTES_PER_CLOCK)) / (CLOCK_GHZ * 1e3)
 
 
-def _product_cycles(signature: Signature, extents: Extents, sm_count: int, configs: Sequence[GemmConfig]) -> float:
+def _product_cycles(
+    signature: Signature, extents: Extents, sm_count: int, configs: tuple[GemmConfig, ...]
+) -> float:
+    rates = _product_rates(configs, signature.a.dtype, signature.math, _is_aligned(signature))
     cycles = min(
-        _cycles(signature, extents, config, sm_count, _product_rate(signature, config))
-        for config in (_scaled_k(config, signature) for config in configs)
+        _cycles(signature, extents, config, sm_count, rate)
+        for config, rate in rates.items()
+        if not config.swapped or extents.M <= MOST_SWAPPED_ROWS
     )
     if signature.a.dtype.bytes > 1:
         return cycles
     return cycles * (1 + PRODUCT_WAIT / math.sqrt(max(extents.M, PRODUCT_WAIT_LEAST_ROWS)))
 
 
-def _product_rate(signature: Signature, config: GemmConfig) -> float:
-    if signature.math == "simt":
-        return PRODUCT_SIMT_MACS_PER_CLOCK
-    rate = MACS_PER_CLOCK * 2 / signature.a.dtype.bytes * PRODUCT_RATE.get(signature.a.dtype, 1.0)
-    return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6) * (1.0 if _is_aligned(signature) else 0.5)
+@functools.lru_cache(maxsize=32)
+def _product_rates(configs: tuple[GemmConfig, ...], a: DType, math: str, is_aligned: bool) -> dict[GemmConfig, float]:
+    """Kernels that torch's product may be one of, as far as they differ to the model, and their MACs per clock."""
+    rate = MACS_PER_CLOCK * 2 / a.bytes * PRODUCT_RATE.get(a, 1.0) * (1.0 if is_aligned else 0.5)
+    plain = (replace(config, epilogue_tile=None, raster="heuristic") for config in configs)
+    scaled = dict.fromkeys(_scaled_k(config, a) for config in plain)
+    if math == "simt":
+        return dict.fromkeys(scaled, PRODUCT_SIMT_MACS_PER_CLOCK)
+    return {config: rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6) for config in scaled}
 
 
 def _is_aligned(signature: Signature) -> bool:
@@ -491,9 +501,9 @@ def _tile_bytes(signature: Signature) -> int:
     return loaded + sum(x.dtype.bytes for x in signature.outputs if x.kind is Kind.TILE)
 
 
-def _scaled_k(config: GemmConfig, signature: Signature) -> GemmConfig:
+def _scaled_k(config: GemmConfig, a: DType) -> GemmConfig:
     m, n, k = config.tile_shape
-    k = k * 2 // signature.a.dtype.bytes
-    if signature.a.dtype in FP8:
+    k = k * 2 // a.bytes
+    if a in FP8:
         k = min(k, sm90.EXACT_SUM_EVERY_K)
     return replace(config, tile_shape=(m, n, k))

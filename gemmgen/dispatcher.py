@@ -24,9 +24,9 @@ from gemmgen.jit import load
 from gemmgen.jit.cache import LIBRARIES, Cache, Entry, cache_of, digest
 from gemmgen.jit.compile import LIBRARY_FLAGS, compile_library
 from gemmgen.plan import Finish, Plan, Store
+from gemmgen.problem import M_CLASSES
 from gemmgen.settings import settings
 from gemmgen.templates import templates_dir
-from gemmgen.tuned import M_CLASSES
 
 if TYPE_CHECKING:
     from gemmgen.ir.graph import Graph

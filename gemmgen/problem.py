@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -48,6 +49,21 @@ class Extents:
 
     def unbatched(self, axes: Axes) -> tuple[int, ...]:
         return ((self.M,) if Axes.COL in axes else ()) + ((self.N,) if Axes.ROW in axes else ())
+
+
+# up to that M, how far apart the largest M of classes are
+M_CLASSES = ((64, 1), (1024, 8), (sys.maxsize, 64))
+
+
+def representative_of(extents: Extents) -> Extents:
+    """The extents, in the place of these, that a way is chosen for: the largest M of its class.
+
+    In a class every height of tile worth trying comes as often into M, and M is in one bucket. Of a batch, M also
+    decides whether torch can take it as one product: there every M is its own class.
+    """
+    M = extents.M
+    step = next(step for up_to, step in M_CLASSES if up_to >= M) if extents.L == 1 else 1
+    return replace(extents, M=-(-M // step) * step)
 
 
 def extents_of(name: str, A: Tensor, B: Tensor) -> Extents:

@@ -24,7 +24,7 @@ from gemmgen.errors import CacheError, GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
 from gemmgen.jit.build import BuiltKernel
 from gemmgen.plan import Operands, Plan, pointwise_plan, run
-from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, result_dtype
+from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, representative_of, result_dtype
 from gemmgen.ways import UNFUSED, Fused, Selection, Way
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class Runner:
 def _choice_key(binding: Binding, target: Target) -> Key:
     """All that `selected` depends on, but for the op's options and what was measured."""
     epilogue = (binding.slots, binding.readings, binding.dtypes, binding.has_contiguous_outs)
-    extents = tuned.representative_of(binding.extents)
+    extents = representative_of(binding.extents)
     return (target, extents, binding.signature, binding.a, binding.b, epilogue)
 
 
@@ -272,9 +272,9 @@ def _kernel_key(way: Fused, binding: Binding, target: Target) -> Key:
 def selected(binding: Binding, target: Target, options: Options) -> Selection:
     """What a call runs, by what was measured before or else by the model. Measures nothing.
 
-    All calls of a class of M (`tuned.representative_of`) run the same.
+    All calls of a class of M (`representative_of`) run the same.
     """
-    binding = replace(binding, extents=tuned.representative_of(binding.extents))
+    binding = replace(binding, extents=representative_of(binding.extents))
     if options.config is None and options.tune != "off" and target.name:
         entry = tuned.find(tuned.key_of(binding, target))
         if entry is not None and (selection := entry.selection(binding, target)):

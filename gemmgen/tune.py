@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,8 @@ TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 
 STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 4
-MOST_REST_S = 0.5
+SAMPLE_US = 2000.0  # large products are timed several at a time, one behind the other as in a model
+SHORT_US = 100.0  # than that none is large
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -228,28 +228,30 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    left = dict(plans)
+    left, repeats = dict(plans), 1
     for stage, (few, limit) in enumerate(STAGES):
-        started = time.perf_counter()
-        medians = _measured(call, left, few, recorder)
-        # a card that has long worked at its power limit clocks lower, and ranks kernels differently, than in a burst
-        time.sleep(min(time.perf_counter() - started, MOST_REST_S))
+        medians = _measured(call, left, few, repeats, recorder)
         best = min(medians.values())
+        repeats = math.ceil(SAMPLE_US / best) if best > SHORT_US else 1
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, recorder)
+    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, repeats, recorder)
     return {way: ratio * min(final.values()) for way, ratio in ratios.items()} | final
 
 
-def _measured(call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Recorder) -> dict[Way, float]:
-    calls = {
-        str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
-        for index, plan in enumerate(plans.values())
-    }
-    timings: dict[str, Timing] = measure(calls, rounds, warmup=1, recorder=recorder)
+def _measured(
+    call: Call, plans: Mapping[Way, Plan], rounds: int, repeats: int, recorder: Recorder
+) -> dict[Way, float]:
+    calls = {str(index): functools.partial(_repeat, call, plan, repeats) for index, plan in enumerate(plans.values())}
+    timings: dict[str, Timing] = measure(calls, rounds, calls=repeats, warmup=1, recorder=recorder)
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
+
+
+def _repeat(call: Call, plan: Plan, count: int) -> None:
+    for _ in range(count):
+        run(plan, call.matrices, call.operands, call.device)
 
 
 def _variants(call: Call, plans: Plans) -> Plans:

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gemmgen.device import Target, driver_version
 from gemmgen.errors import ToolchainError
 from gemmgen.jit.cache import cache_of, digest
 from gemmgen.jit.toolchain import find_cutlass
-from gemmgen.problem import Extents
+from gemmgen.problem import representative_of
 from gemmgen.settings import settings
 from gemmgen.ways import Fused, Selection, Timed, Way, way_of
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 MOST = 20  # fused kernels that are built for a measurement
 
 LEAST_BUCKET = 16
-M_CLASSES = ((64, 1), (1024, 8), (sys.maxsize, 64))  # up to that M, how far apart the largest M of classes are
 NEAR = 1.25  # ways that were so many times slower than the best are not reconsidered for another M
 
 
@@ -43,17 +42,6 @@ def bucket_of(M: int) -> int:
     """The bucket that M is in, named by its largest M."""
     power = max(LEAST_BUCKET, 1 << max(0, M - 1).bit_length())
     return power * 3 // 4 if power > LEAST_BUCKET and power * 3 // 4 >= M else power
-
-
-def representative_of(extents: Extents) -> Extents:
-    """The extents, in the place of these, that a way is chosen for: the largest M of its class.
-
-    In a class every height of tile worth trying comes as often into M, and M is in one bucket. Of a batch, M also
-    decides whether torch can take it as one product: there every M is its own class.
-    """
-    M = extents.M
-    step = next(step for up_to, step in M_CLASSES if up_to >= M) if extents.L == 1 else 1
-    return replace(extents, M=-(-M // step) * step)
 
 
 @dataclass(frozen=True)
@@ -76,6 +64,7 @@ class Entry:
 
     M: int
     rows: tuple[Measured, ...]
+    _estimates_us: dict[Way, float] = field(default_factory=dict, compare=False, repr=False)  # at that M
 
     @staticmethod
     def of(M: int, rows: tuple[Measured, ...]) -> Entry:
@@ -111,8 +100,10 @@ class Entry:
 
     def _scaled(self, timed: Timed, binding: Binding, target: Target) -> Timed:
         extents = binding.extents
-        way = timed.way.fitted_to(extents)
-        there = timed.way.estimate_us(binding, replace(extents, M=self.M), target)
+        way, there = timed.way.fitted_to(extents), self._estimates_us.get(timed.way)
+        if there is None:
+            there = timed.way.estimate_us(binding, replace(extents, M=self.M), target)
+            self._estimates_us[timed.way] = there
         return Timed(way, timed.time_us * way.estimate_us(binding, extents, target) / there)
 
 

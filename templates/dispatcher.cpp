@@ -165,7 +165,7 @@ bool read_key(c10::ArrayRef<c10::IValue> arguments, const std::vector<char>& is_
     if (argument.isTensor()) {
       const at::Tensor& x = argument.toTensor();
       if (!x.defined() || x.layout() != c10::kStrided) return false;
-      if (i == 0 && is_along_m[i] && x.dim() == 2) m = x.size(0);
+      if (i == 0 && is_along_m[0] && x.dim() == 2 && arguments[1].toTensor().dim() == 2) m = x.size(0);
       const bool is_m = m != 0 && is_along_m[i];
       if (is_m && (x.dim() == 0 || x.size(0) != m)) return false;  // Python says what is wrong with it
       if (!key.add(x, is_m ? representative_of(m) : 0)) return false;

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan, tuned
+from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
 from gemmgen.operand_schema import OperandSchema
 from gemmgen.ops import returned, returned_text
-from gemmgen.problem import Extents
+from gemmgen.problem import Extents, representative_of
 from gemmgen.runtime import DEFAULT, Options, Runner
 from gemmgen.ways import Library, Split
 from tests.unit import fake_device
@@ -264,13 +264,17 @@ def test_operands_of_another_m_of_the_class_are_refused(fake):
     assert op.launches == 0
 
 
-@pytest.mark.parametrize("change", [lambda A: A.t().contiguous().t(), lambda A: A[None]], ids=["strides", "batch"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda A, B: (A.t().contiguous().t(), B), lambda A, B: (A[None], B), lambda A, B: (A, B.expand(2, 8, 32))],
+    ids=["strides", "batch of one", "batch of B"],
+)
 def test_an_m_that_is_more_than_a_count_of_rows_is_planned_for_itself(fake, change):
     op = Op(shifted)
     fake.computes = False  # it reads contiguous memory only
     for M, in_python in ((65, 1), (65, 1), (66, 2)):
         A, B, operands = shifted_call_of(M)
-        op(change(A), B, **operands)
+        op(*change(A, B), **operands)
         assert op.in_python == in_python
 
 
@@ -284,7 +288,7 @@ def test_every_m_of_a_reduction_is_planned_for_itself(fake):
 
 def test_classes_of_m_are_pythons(library):
     for M in (*range(1, 2300), 16320, 16321, 2**31 - 1):
-        assert library.gemmgen_dispatcher_representative(M) == tuned.representative_of(Extents(M, 8, 8, 1, False)).M
+        assert library.gemmgen_dispatcher_representative(M) == representative_of(Extents(M, 8, 8, 1, False)).M
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import gemmgen as gg
 from gemmgen import choose, jit, runtime, tuned
-from gemmgen.problem import Extents
+from gemmgen.problem import Extents, representative_of
 from gemmgen.runtime import Options, Runner
 from gemmgen.ways import Fused
 from tests.unit import fake_device
@@ -142,7 +142,7 @@ HEIGHTS = sorted({c.tile_shape[1 if c.swapped else 0] for c in CANDIDATES})
 
 
 def representative(M: int) -> int:
-    return tuned.representative_of(Extents(M, 4096, 4096, 1, False)).M
+    return representative_of(Extents(M, 4096, 4096, 1, False)).M
 
 
 def test_a_class_of_m_has_as_many_tiles_throughout_and_one_bucket():

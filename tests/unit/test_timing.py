@@ -91,6 +91,15 @@ def test_warmup_calls_are_not_samples():
     assert count["a"] == 7 and len(timings["a"].samples) == 4
 
 
+def test_long_calls_are_timed_once_the_card_has_settled():
+    seconds, recorder = iter(range(1000)), FakeRecorder({"a": 1.0, "b": 2000.0})
+
+    timings = measure(named("a", "b"), 3, warmup=1, settle_s=4.0, recorder=recorder, clock=lambda: next(seconds))
+
+    assert len(timings["b"].samples) == 3
+    assert len(recorder.order) == 2 * (4 + 3)
+
+
 def test_a_spent_budget_stops_after_the_minimum_of_rounds():
     seconds = iter(range(1000))
 

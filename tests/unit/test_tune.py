@@ -92,11 +92,28 @@ def test_clear_losers_are_dropped_early(device):
     call = bound_call()
     slow, fast, middle = names(call, CONFIGS)
     recorder = FakeRecorder(device, {slow: 90.0, fast: 20.0, middle: 23.0})
-    tune.measured(call, CONFIGS, rounds=25, recorder=recorder)
+    tune.measured(call, CONFIGS, rounds=40, recorder=recorder)
     counts = {name: recorder.recorded.count(name) for name in (slow, fast, middle)}
-    assert counts[slow] == 3
-    assert 25 > counts[middle] > 3
-    assert counts[fast] > 25
+    assert counts[slow] == 1 + 3  # one to warm up
+    assert 40 > counts[middle] > 1 + 3
+    assert counts[fast] > 40
+
+
+def test_large_products_are_timed_several_at_a_time(device):
+    call = bound_call()
+    runs = []
+
+    class OfRuns(FakeRecorder):
+        def record(self, call):
+            before = len(device.ran)
+            read = super().record(call)
+            runs.append(len(device.ran) - before)
+            return lambda count=runs[-1]: count * read()
+
+    times_us = dict(zip(names(call, CONFIGS), (900.0, 600.0, 601.0), strict=True)) | {"gemmgen_pointwise": 2000.0}
+    entry = tune.measured(call, CONFIGS, recorder=OfRuns(device, times_us))
+    assert entry.rows[0].time_us == 600.0
+    assert runs[0] == 1 and runs[-1] == 4  # as many as take 2 ms
 
 
 def test_split_can_win(device):
