@@ -13,7 +13,7 @@ from bench.results import Row
 from bench.rungs import Rung, Unavailable, forget_compilations
 from bench.settings import Settings
 from bench.shapes import Shape
-from gemmgen.timing import Call, Recorder, Timing, measure
+from gemmgen.timing import SETTLE_S, Call, Recorder, Timing, measure
 
 MIN_GRAPH_CALLS = 4
 MAX_GRAPH_CALLS = 32
@@ -109,7 +109,7 @@ def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings, 
     """GPU time from captured graphs that go round several sets of inputs, and wall time of eager calls."""
     input_sets = _input_sets(problem, device)
     chains = {e.rung.name: _chain(e.function, input_sets) for e in entries if e.function and e.is_timeable}
-    eager = _measured(chains, len(input_sets), device.wall_recorder, settings)
+    eager = _measured(chains, len(input_sets), device.wall_recorder, settings, settle_s=0.0)
     graphs, reasons = _captured(chains, device)
     gpu = _measured(graphs, len(input_sets), device.gpu_recorder(), settings)
     return [
@@ -123,13 +123,16 @@ def _time_small(problem: Problem, entries: Sequence[Entry], settings: Settings, 
     ]
 
 
-def _measured(callables: Mapping[str, Call], calls: int, recorder: Recorder, settings: Settings) -> dict[str, Timing]:
+def _measured(
+    callables: Mapping[str, Call], calls: int, recorder: Recorder, settings: Settings, settle_s: float = SETTLE_S
+) -> dict[str, Timing]:
     return measure(
         callables,
         settings.rounds,
         min_rounds=settings.min_rounds,
         budget_s=PROBLEM_BUDGET_S,
         calls=calls,
+        settle_s=settle_s,
         recorder=recorder,
     )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gemmgen.arch import Arch
 from gemmgen.config import CLUSTER_SPLIT, GemmConfig
@@ -418,7 +419,7 @@ LIBRARY_CONFIGS = (*SM90_CANDIDATES, *SWAPPED_CANDIDATES, *SM90_FURTHER, *PRODUC
 def estimate_split_us(signature: Signature, extents: Extents, sm_count: int) -> float:
     """The model's time of torch's product into a wide accumulator in memory, and of the pointwise kernel over it."""
     bare = replace(signature, inputs=(), outputs=(Output(Kind.TILE, signature.accum),))
-    product = _product_cycles(bare, extents, sm_count, PRODUCT_CONFIGS)
+    product = _product_cycles(bare, extents, sm_count, "split")
     elements = extents.M * extents.N * extents.L
     pointwise = elements * (signature.accum.bytes + _tile_bytes(signature)) / MEMORY_BYTES_PER_CLOCK
     return (product + LAUNCH_CYCLES + pointwise) / (CLOCK_GHZ * 1e3)
@@ -430,7 +431,7 @@ def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, p
     Args:
         passes: over the result in place, behind it.
     """
-    cycles = _product_cycles(signature, extents, sm_count, LIBRARY_CONFIGS)
+    cycles = _product_cycles(signature, extents, sm_count, "library")
     elements = extents.M * extents.N * extents.L
     if signature.inputs and signature.a.dtype not in FP8:  # scales are part of the fp8 product
         cycles *= PRODUCT_SHORTFALL if extents.M >= PRODUCT_SHORTFALL_LEAST_ROWS else 1.0
@@ -441,9 +442,9 @@ def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, p
 
 
 def _product_cycles(
-    signature: Signature, extents: Extents, sm_count: int, configs: tuple[GemmConfig, ...]
+    signature: Signature, extents: Extents, sm_count: int, of: Literal["library", "split"]
 ) -> float:
-    rates = _product_rates(configs, signature.a.dtype, signature.math, _is_aligned(signature))
+    rates = _product_rates(of, signature.a.dtype, signature.math, _is_aligned(signature))
     cycles = min(
         _cycles(signature, extents, config, sm_count, rate)
         for config, rate in rates.items()
@@ -455,9 +456,10 @@ def _product_cycles(
 
 
 @functools.lru_cache(maxsize=32)
-def _product_rates(configs: tuple[GemmConfig, ...], a: DType, math: str, is_aligned: bool) -> dict[GemmConfig, float]:
+def _product_rates(of: str, a: DType, math: str, is_aligned: bool) -> Mapping[GemmConfig, float]:
     """Kernels that torch's product may be one of, as far as they differ to the model, and their MACs per clock."""
     rate = MACS_PER_CLOCK * 2 / a.bytes * PRODUCT_RATE.get(a, 1.0) * (1.0 if is_aligned else 0.5)
+    configs = LIBRARY_CONFIGS if of == "library" else PRODUCT_CONFIGS
     plain = (replace(config, epilogue_tile=None, raster="heuristic") for config in configs)
     scaled = dict.fromkeys(_scaled_k(config, a) for config in plain)
     if math == "simt":

@@ -165,9 +165,10 @@ class DispatchedOp:
 def is_runnable(plan: Plan) -> bool:
     """Whether C++ can run calls of `plan`: by a fused kernel whose operands are read where they are, or by torch.
 
-    A plan that another will replace is Python's, which sees when that is there.
+    A plan that another will replace is Python's, which sees when that is there. So is one of a call that was not
+    measured where others of its class will be.
     """
-    if plan.depends_on_precision or plan.is_stand_in:  # torch's tf32 setting is no argument of a call
+    if plan.depends_on_precision or not plan.is_final:  # torch's tf32 setting is no argument of a call
         return False
     if plan.plain_torch_op is not None:
         return plan.plain_torch_op.name in TORCH_OPS
@@ -203,7 +204,8 @@ def implement(name: str, graph: Graph, operands: OperandSchema, device_key: str 
     """Implement `gemmgen::<name>` in C++ for `device_key` and Autograd, or None where there is no C++ dispatcher.
 
     The op's `python` overload, of the same schema and implemented in Python for both keys, must be there. A plan serves
-    the class of its M, unless there are reductions: how many partials those have depends on M itself.
+    the class of its M where A and B have two axes and the last of A is contiguous, unless there are reductions: how
+    many partials those have depends on M itself.
     """
     library = loaded()
     if library is None:

@@ -98,7 +98,8 @@ class Plan:
         kernel: the fused kernel, or None where the pointwise `module` does the work.
         module: the pointwise kernel; None beside a fused kernel or `torch_call`, and for an empty result.
         copies_matrices: whether A or B is made contiguous along K first.
-        is_stand_in: whether a fused kernel is being built that will take its place.
+        is_final: whether calls of its class run it from now on; not while a fused kernel is being built to take its
+            place, nor where the call was to be measured and could not be.
         spare: argument structs of finished calls, to be filled again; a launch has read its own when it returns.
         product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
         torch_call: of a library plan: `torch_call(A, B, operands, D)` writes the only result.
@@ -121,7 +122,7 @@ class Plan:
     torch_call: TorchCall | None = None
     plain_torch_op: PlainTorchOp | None = None
     copies_matrices: bool = False
-    is_stand_in: bool = False
+    is_final: bool = True
     spare: list[tuple[jit.Args, Words]] = field(default_factory=list, compare=False, repr=False)
 
     a_word: ClassVar[int] = _A_WORD

@@ -79,8 +79,9 @@ class Plans:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A fused kernel in the making, for a call that is served unfused meanwhile."""
+    """A fused kernel in the making, for a call that is served by `stand_in` meanwhile."""
 
+    stand_in: Plan
     binding: Binding
     target: Target
     building: Future[tuple[Fused, BuiltKernel]]
@@ -172,9 +173,11 @@ class Runner:
             return pointwise_plan(binding, target.arch)
         selection = self.selection(binding, target, tunable)
         if way := self._stand_in(selection, binding, target):
-            self._pending[key] = Upgrade(binding, target, _building(selection, binding, target))
-            return replace(way.plan(binding, target), is_stand_in=True)
-        return ways.first_of(selection.ways, binding, lambda way: self._planned(way, binding, target))
+            stand_in = replace(way.plan(binding, target), is_final=False)
+            self._pending[key] = Upgrade(stand_in, binding, target, _building(selection, binding, target))
+            return stand_in
+        plan = ways.first_of(selection.ways, binding, lambda way: self._planned(way, binding, target))
+        return plan if selection.is_final else replace(plan, is_final=False)
 
     def selection(
         self, binding: Binding, target: Target, tunable: Callable[[], tune.Call] | None = None
@@ -188,7 +191,7 @@ class Runner:
         if (kept := self._choices.get(key)) is not None:
             return kept
         is_final = self._has_measured(binding, tunable)
-        selection = selected(binding, target, self.options)
+        selection = replace(selected(binding, target, self.options), is_final=is_final)
         if is_final:
             if len(self._choices) >= MAX_CHOICES:
                 self._choices.clear()
@@ -240,14 +243,13 @@ class Runner:
         upgrade = self._pending.get(key)
         if upgrade is None or not upgrade.building.done() or is_capturing():
             return plan
-        if self._pending.pop(key, None) is None:
-            return plan  # another thread is replacing it
-        settled = self._settled(plan, upgrade)
-        self._plans.replace(key, settled)
-        return settled
+        for other, waiting in list(self._pending.items()):  # C++ may serve other M of the class from now on
+            if waiting.building is upgrade.building and self._pending.pop(other, None) is not None:
+                self._plans.replace(other, self._settled(waiting))
+        return self._plans.get(key, lambda: plan)
 
-    def _settled(self, plan: Plan, upgrade: Upgrade) -> Plan:
-        """The plan of the fused kernel that was built, or `plan` for good where that failed."""
+    def _settled(self, upgrade: Upgrade) -> Plan:
+        """The plan of the fused kernel that was built, or what stood in for it, for good, where that failed."""
         if upgrade.building.exception() is None:  # else it was logged
             way, built = upgrade.building.result()
             self._built[_kernel_key(way, upgrade.binding, upgrade.target)] = built
@@ -255,7 +257,7 @@ class Runner:
                 return way.plan_of(built, upgrade.binding, upgrade.target)
             except GemmgenError as error:
                 logger.warning("%s was built in the background, but its calls stay unfused: %s", way.label, error)
-        return replace(plan, is_stand_in=False)
+        return replace(upgrade.stand_in, is_final=True)
 
 
 def _choice_key(binding: Binding, target: Target) -> Key:

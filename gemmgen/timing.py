@@ -18,7 +18,8 @@ WARMUP_CALLS = 3
 # A rested H200 clocks at 1980 MHz; large products, one behind the other, bring it to its 700 W within tenths of a
 # second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states. That
 # of a model at work is the second.
-LONG_US = 1000.0
+LONG_US = 1000.0  # of a sample
+LARGE_US = 100.0  # of a call
 SETTLE_S = 1.0
 
 
@@ -145,8 +146,8 @@ def measure(
         calls: calls that one callable makes (a captured graph may hold several); times are divided by it.
         warmup: untimed calls of each before the first round.
         seed: of the shuffling.
-        settle_s: seconds of untimed rounds where one takes a callable longer than `LONG_US`: such load brings a card
-            to its power limit.
+        settle_s: seconds that the last round of the warm-up is repeated for where it takes a callable longer than
+            `LONG_US`, and than `LARGE_US` for each call: such load brings a card to its power limit.
         recorder: how one call is timed; `ColdL2Recorder` by default, which needs a GPU.
         clock: seconds, for `budget_s` and `settle_s`.
 
@@ -156,7 +157,7 @@ def measure(
     recorder = recorder or ColdL2Recorder()
     _warm_up(callables, warmup, recorder)
     if warmup:
-        _settle(callables, settle_s, recorder, clock)
+        _settle(callables, max(LONG_US, calls * LARGE_US), settle_s, recorder, clock)
     deadline = clock() + budget_s
     samples: dict[str, list[float]] = {name: [] for name in callables}
     for index, order in enumerate(shuffled_rounds(list(callables), rounds, seed)):
@@ -174,10 +175,12 @@ def _warm_up(callables: Mapping[str, Call], warmup: int, recorder: Recorder) -> 
     recorder.synchronize()
 
 
-def _settle(callables: Mapping[str, Call], settle_s: float, recorder: Recorder, clock: Callable[[], float]) -> None:
+def _settle(
+    callables: Mapping[str, Call], long_us: float, settle_s: float, recorder: Recorder, clock: Callable[[], float]
+) -> None:
     """The last round of the warm-up, again and again where it is a long one."""
     until = clock() + settle_s
-    while _longest_us(callables, recorder) > LONG_US and clock() < until:
+    while _longest_us(callables, recorder) > long_us and clock() < until:
         pass
 
 

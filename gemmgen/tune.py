@@ -19,7 +19,7 @@ from gemmgen.device import Target
 from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, IllegalConfig
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
-from gemmgen.timing import ColdL2Recorder, Recorder, Timing, measure
+from gemmgen.timing import LARGE_US, SETTLE_S, ColdL2Recorder, Recorder, Timing, measure
 from gemmgen.tuned import MOST, Entry, Measured
 from gemmgen.ways import SPLIT, UNFUSED, Fused, Way
 
@@ -31,7 +31,6 @@ STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the bes
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 4
 SAMPLE_US = 2000.0  # large products are timed several at a time, one behind the other as in a model
-SHORT_US = 100.0  # than that none is large
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -81,7 +80,7 @@ def measured(
             that failed before.
         most: fused kernels to try where `configs` is not given.
         rounds: samples of each way that is left at the end.
-        recorder: how one call is timed; L2 cold by default.
+        recorder: how one call is timed; L2 cold by default, but for what follows the first of several large products.
     """
     with _one_at_a_time:
         return _kept(tuned.key_of(call.binding, call.target), call, configs, most, rounds, recorder)
@@ -230,22 +229,22 @@ def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder) -> dict[W
     ratios: dict[Way, float] = {}
     left, repeats = dict(plans), 1
     for stage, (few, limit) in enumerate(STAGES):
-        medians = _measured(call, left, few, repeats, recorder)
+        medians = _measured(call, left, few, repeats, SETTLE_S, recorder)
         best = min(medians.values())
-        repeats = math.ceil(SAMPLE_US / best) if best > SHORT_US else 1
+        repeats = math.ceil(SAMPLE_US / best) if best > LARGE_US else 1
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, repeats, recorder)
+    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, repeats, 0.0, recorder)
     return {way: ratio * min(final.values()) for way, ratio in ratios.items()} | final
 
 
 def _measured(
-    call: Call, plans: Mapping[Way, Plan], rounds: int, repeats: int, recorder: Recorder
+    call: Call, plans: Mapping[Way, Plan], rounds: int, repeats: int, settle_s: float, recorder: Recorder
 ) -> dict[Way, float]:
     calls = {str(index): functools.partial(_repeat, call, plan, repeats) for index, plan in enumerate(plans.values())}
-    timings: dict[str, Timing] = measure(calls, rounds, calls=repeats, warmup=1, recorder=recorder)
+    timings: dict[str, Timing] = measure(calls, rounds, calls=repeats, warmup=1, settle_s=settle_s, recorder=recorder)
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 
 

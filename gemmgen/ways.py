@@ -196,12 +196,14 @@ class Selection:
         why: the reason in one line.
         table: the ways that were compared, fastest first.
         measured: whether the times are; else they are the model's.
+        is_final: not where the call was to be measured, and that is left for a later one.
     """
 
     ways: tuple[Way, ...]
     why: str
     table: tuple[Timed, ...]
     measured: bool = False
+    is_final: bool = True
     notes: tuple[str, ...] = ()
 
 

@@ -20,6 +20,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -156,16 +157,23 @@ struct Key {
   }
 };
 
-// Whether all arguments could be read. Numbers are values of a call, not part of what it is; nor is the M of a product
-// that is no batch, beyond its class, where `is_along_m` says which arguments begin with it. A is the first of them.
+// The M that a call may share with its class; 0 where that is part of what the call is: in a batch, whose results lie M
+// rows apart, and where M is the contiguous axis of A, whose alignment it decides.
+int64_t shared_m(c10::ArrayRef<c10::IValue> arguments) {
+  const at::Tensor &A = arguments[0].toTensor(), &B = arguments[1].toTensor();
+  const bool is_plain = A.defined() && B.defined() && A.layout() == c10::kStrided && A.dim() == 2 && B.dim() == 2;
+  return is_plain && A.stride(1) == 1 && A.size(0) <= std::numeric_limits<int32_t>::max() ? A.size(0) : 0;
+}
+
+// Whether all arguments could be read. Numbers are values of a call, not part of what it is; nor is M, beyond its
+// class, where `is_along_m` says which arguments begin with it. A is the first of them.
 bool read_key(c10::ArrayRef<c10::IValue> arguments, const std::vector<char>& is_along_m, Key& key) {
-  int64_t m = 0;
+  const int64_t m = is_along_m[0] ? shared_m(arguments) : 0;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& argument = arguments[i];
     if (argument.isTensor()) {
       const at::Tensor& x = argument.toTensor();
       if (!x.defined() || x.layout() != c10::kStrided) return false;
-      if (i == 0 && is_along_m[0] && x.dim() == 2 && arguments[1].toTensor().dim() == 2) m = x.size(0);
       const bool is_m = m != 0 && is_along_m[i];
       if (is_m && (x.dim() == 0 || x.size(0) != m)) return false;  // Python says what is wrong with it
       if (!key.add(x, is_m ? representative_of(m) : 0)) return false;
@@ -372,7 +380,10 @@ EXPORTED int64_t gemmgen_dispatcher_plan_bytes() { return sizeof(Plan); }
 
 EXPORTED void gemmgen_dispatcher_bind(const Driver* given) { driver = *given; }
 
-EXPORTED void gemmgen_dispatcher_classify(const MClasses* given, int count) { m_classes.assign(given, given + count); }
+// Once, before the first op: calls read the classes unguarded.
+EXPORTED void gemmgen_dispatcher_classify(const MClasses* given, int count) {
+  if (m_classes.empty()) m_classes.assign(given, given + count);
+}
 
 EXPORTED int64_t gemmgen_dispatcher_representative(int64_t m) { return representative_of(m); }
 

@@ -63,6 +63,23 @@ def test_split_serves_until_the_kernel_is_built(device, runner):
     assert len(device.built) == 1
 
 
+def test_all_m_that_wait_for_a_kernel_are_upgraded_at_once(device, runner):
+    calls = [call_of(M) for M in (65, 66, 67)]
+    device.gate.clear()
+    for A, B, operands in calls:
+        runner(A, B, operands)
+    device.gate.set()
+    until(lambda: is_done(runner))
+    A, B, operands = calls[1]
+    runner(A, B, operands)
+    assert not runner._pending
+    device.ran.clear()
+    for A, B, operands in calls:
+        (D,) = runner(A, B, operands)
+        assert torch.equal(D, expected(A, B, **operands))
+    assert POINTWISE not in device.ran
+
+
 def test_a_kernel_that_is_built_runs_at_once(device, runner):
     A, B, operands = call_of()
     Runner(runner._graph_for)(A, B, operands)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan
+from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan, runtime, tune
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
@@ -266,8 +266,12 @@ def test_operands_of_another_m_of_the_class_are_refused(fake):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda A, B: (A.t().contiguous().t(), B), lambda A, B: (A[None], B), lambda A, B: (A, B.expand(2, 8, 32))],
-    ids=["strides", "batch of one", "batch of B"],
+    [
+        lambda A, B: (torch.zeros(8, 128)[:, : len(A)].t(), B),
+        lambda A, B: (A[None], B),
+        lambda A, B: (A, B.expand(2, 8, 32)),
+    ],
+    ids=["contiguous along M", "batch of one", "batch of B"],
 )
 def test_an_m_that_is_more_than_a_count_of_rows_is_planned_for_itself(fake, change):
     op = Op(shifted)
@@ -276,6 +280,22 @@ def test_an_m_that_is_more_than_a_count_of_rows_is_planned_for_itself(fake, chan
         A, B, operands = shifted_call_of(M)
         op(*change(A, B), **operands)
         assert op.in_python == in_python
+
+
+def test_a_call_that_could_not_be_measured_leaves_its_class_to_the_next(fake, monkeypatch):
+    op = Op(shifted, Options(tune="first-call"))
+    measured = []
+    monkeypatch.setattr(runtime, "is_capturing", lambda: not measured)
+    monkeypatch.setattr(tune, "found_or_measured", lambda call: measured.append(call.binding.extents.M))
+    for M, in_python in ((66, 1), (66, 2)):
+        A, B, operands = shifted_call_of(M)
+        op(A, B, **operands)
+        assert op.in_python == in_python and not measured
+    monkeypatch.setattr(runtime, "is_capturing", lambda: False)
+    for M, in_python in ((65, 3), (67, 3)):
+        A, B, operands = shifted_call_of(M)
+        op(A, B, **operands)
+        assert op.in_python == in_python and measured == [65]
 
 
 def test_every_m_of_a_reduction_is_planned_for_itself(fake):
