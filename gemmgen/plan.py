@@ -6,9 +6,11 @@ What it allocates is its own, from torch's caching allocator, so that calls on s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,8 +22,10 @@ from gemmgen.bind import Binding, EpilogueBinding, MatrixReading, result_shape
 from gemmgen.config import GemmConfig
 from gemmgen.device import Target, stream_of
 from gemmgen.dtypes import DType
+from gemmgen.errors import CacheError
 from gemmgen.evaluate import TORCH_DTYPES, round_to
 from gemmgen.jit.build import BuiltKernel
+from gemmgen.settings import settings
 from gemmgen.signature import Kind, Reduce
 
 RASTER = {"heuristic": 0, "M": 1, "N": 2}
@@ -143,6 +147,9 @@ class Plan:
 
 # Making plans
 
+_texts: dict[tuple[object, ...], str] = {}  # one for each epilogue and layout of its operands
+_modules: dict[tuple[object, ...], Path] = {}
+
 
 def fused_plan(binding: Binding, config: GemmConfig, built: BuiltKernel, target: Target) -> Plan:
     """The plan of a fused kernel, which is loaded into the current context."""
@@ -170,7 +177,7 @@ def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None
     if binding.is_empty:
         return Plan(binding, way, args, (), _stores(binding))
     args.a.ld, args.a.batch_stride = extents.N, extents.M * extents.N
-    module = jit.load_module(jit.build_module(pointwise_text(binding), arch))
+    module = _module(pointwise_text(binding), arch)
     counts = [
         pointwise.partial_count(output.kind, extents.M, extents.N, vector) if output.reduce else 0
         for output in binding.outputs
@@ -191,8 +198,22 @@ def library_plan(binding: Binding, torch_call: TorchCall, plain: PlainTorchOp | 
 
 
 def pointwise_text(binding: EpilogueBinding) -> str:
-    """The module of the pointwise kernel of a binding."""
-    return pipeline.pointwise_source(binding, _vector(binding))
+    """The module of the pointwise kernel of a binding; the same for every M."""
+    vector = _vector(binding)
+    key = (binding.graph.name, binding.graph.digest, binding.slots, binding.inputs, binding.outputs, vector)
+    if key not in _texts:
+        _texts[key] = pipeline.pointwise_source(binding, vector)
+    return _texts[key]
+
+
+def _module(text: str, arch: Arch) -> jit.Module:
+    """The kernels in `text`, in the current context. They are looked for in the cache, or built, once."""
+    key = (settings().cache_dir, text, arch)
+    if (path := _modules.get(key)) is not None:
+        with contextlib.suppress(CacheError):  # it was removed from the cache, and has to be built again
+            return jit.load_module(path)
+    _modules[key] = path = jit.build_module(text, arch)
+    return jit.load_module(path)
 
 
 def _vector(binding: EpilogueBinding) -> int:
@@ -263,7 +284,7 @@ def _finishes(binding: EpilogueBinding, arch: Arch, counts: Sequence[int], args:
 
 
 def _step(reduce: Reduce, dtype: DType, shape: tuple[int, int, int], arch: Arch) -> Step:
-    module = jit.load_module(jit.build_module(pointwise.render_finish(reduce, dtype), arch))
+    module = _module(pointwise.render_finish(reduce, dtype), arch)
     return Step(module, shape, *pointwise.finish_grid(shape[0], shape[2]))
 
 

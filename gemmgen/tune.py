@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,10 +28,15 @@ logger = logging.getLogger(__name__)
 
 OUTLIERS = 1e-5  # share of elements that may differ more: an epilogue with a jump may land on its other side
 TOLERANCE = 4e-3  # of the largest element; sums in another order, tf32 and fp8 products
-STAGES = ((3, 1.3), (7, 1.08))  # rounds, and how many times slower than the best a way may be to go on
+STAGES = ((3, 1.3), (7, 1.1))  # rounds, and how many times slower than the best a way may be to go on
 VARIED = 3  # ways whose rasters and swizzles are tried
-FINALISTS = 4
-SAMPLE_US = 2000.0  # large products are timed several at a time, one behind the other as in a model
+FINALISTS = 6
+MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
+FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
+# Large products are timed in two states of the card: at full clocks, each after a rest as long as itself, and at its
+# power limit, so many behind one another, for a while before and all the time.
+LOADED_SAMPLE_US = 2000.0
+SPIN_CYCLES_PER_US = 1980
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -80,7 +86,8 @@ def measured(
             that failed before.
         most: fused kernels to try where `configs` is not given.
         rounds: samples of each way that is left at the end.
-        recorder: how one call is timed; L2 cold by default, but for what follows the first of several large products.
+        recorder: how one call is timed; by default on the GPU with L2 cold, but for what follows the first of several
+            large products.
     """
     with _one_at_a_time:
         return _kept(tuned.key_of(call.binding, call.target), call, configs, most, rounds, recorder)
@@ -99,7 +106,7 @@ def _kept(
     candidates = [way for way in candidates_of(call, configs, most) if way not in known]
     plans, failures = _planned(call, candidates)
     plans, wrong = _checked(call, plans)
-    times = _halved(call, plans, rounds, recorder or ColdL2Recorder(call.device)) if plans else {}
+    times = _halved(call, plans, rounds, recorder) if plans else {}
     rows = [Measured(way, time_us) for way, time_us in times.items()]
     rows += [Measured(way, None, failure) for way, failure in {**known, **failures, **wrong}.items()]
     entry = Entry.of(call.binding.extents.M, tuple(rows))
@@ -224,27 +231,67 @@ def _first_line(error: Exception) -> str:
 # Measuring
 
 
-def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder) -> dict[Way, float]:
+def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    left, repeats = dict(plans), 1
+    left, best = dict(plans), math.inf
     for stage, (few, limit) in enumerate(STAGES):
-        medians = _measured(call, left, few, repeats, SETTLE_S, recorder)
+        medians = _measured(call, left, few, recorder or ColdL2Recorder(call.device))
         best = min(medians.values())
-        repeats = math.ceil(SAMPLE_US / best) if best > LARGE_US else 1
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _measured(call, dict(list(left.items())[:FINALISTS]), rounds, repeats, 0.0, recorder)
+    final = _final(call, _finalists(left), rounds, best, recorder)
     return {way: ratio * min(final.values()) for way, ratio in ratios.items()} | final
 
 
+def _finalists(plans: Plans) -> Plans:
+    """The first of `plans`, the fastest, with few orders of each kernel: there shall be several kernels."""
+    chosen: Plans = {}
+    kernels: Counter[object] = Counter()
+    for way, plan in plans.items():
+        kernel = way.config.compiled() if isinstance(way, Fused) else way
+        if len(chosen) < FINALISTS and kernels[kernel] < MOST_ORDERS:
+            chosen[way] = plan
+            kernels[kernel] += 1
+    return chosen
+
+
+def _final(call: Call, plans: Plans, rounds: int, best_us: float, recorder: Recorder | None) -> dict[Way, float]:
+    """The times of the finalists.
+
+    Those of large products are the geometric means of two states of the card, which rank kernels differently: how much
+    else runs beside the products decides which of them a model is nearer to.
+    """
+    plain = recorder or ColdL2Recorder(call.device)
+    if best_us <= LARGE_US:
+        return _measured(call, plans, rounds, plain)
+    spaced = recorder or ColdL2Recorder(call.device, spin_cycles=round(best_us * SPIN_CYCLES_PER_US))
+    rested = _measured(call, plans, rounds, spaced)
+    repeats = math.ceil(LOADED_SAMPLE_US / best_us)
+    loaded = _measured(call, plans, rounds, plain, repeats, SETTLE_S)
+    return {way: math.sqrt(rested[way] * loaded[way]) for way in plans}
+
+
 def _measured(
-    call: Call, plans: Mapping[Way, Plan], rounds: int, repeats: int, settle_s: float, recorder: Recorder
+    call: Call,
+    plans: Mapping[Way, Plan],
+    rounds: int,
+    recorder: Recorder,
+    repeats: int = 1,
+    settle_s: float = 0.0,
 ) -> dict[Way, float]:
     calls = {str(index): functools.partial(_repeat, call, plan, repeats) for index, plan in enumerate(plans.values())}
-    timings: dict[str, Timing] = measure(calls, rounds, calls=repeats, warmup=1, settle_s=settle_s, recorder=recorder)
+    timings: dict[str, Timing] = measure(
+        calls,
+        rounds,
+        budget_s=FINAL_S,
+        calls=repeats,
+        warmup=1,
+        settle_s=settle_s,
+        recorder=recorder,
+    )
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 
 

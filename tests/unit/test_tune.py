@@ -113,8 +113,35 @@ def test_large_products_are_timed_several_at_a_time(device, monkeypatch):
 
     times_us = dict(zip(names(call, CONFIGS), (900.0, 600.0, 601.0), strict=True)) | {"gemmgen_pointwise": 2000.0}
     entry = tune.measured(call, CONFIGS, recorder=OfRuns(device, times_us))
-    assert entry.rows[0].time_us == 600.0
+    assert entry.rows[0].time_us == pytest.approx(600.0)
     assert runs[0] == 1 and runs[-1] == 4  # as many as take 2 ms
+
+
+def test_large_products_are_ranked_by_both_states_of_the_card(device, monkeypatch):
+    monkeypatch.setattr(tune, "SETTLE_S", 0.0)
+    call = bound_call()
+    burst, loaded, both = names(call, CONFIGS)
+    times_us = {1: {burst: 500.0, loaded: 550.0, both: 510.0}, 4: {burst: 800.0, loaded: 690.0, both: 700.0}}
+
+    class OfState(FakeRecorder):
+        def record(self, call):
+            before = len(device.ran)
+            super().record(call)
+            count = len(device.ran) - before
+            time_us = count * times_us[count].get(device.ran[-1], 900.0)
+            return lambda: time_us
+
+    entry = tune.measured(call, CONFIGS, recorder=OfState(device, {}))
+    assert entry.rows[0].way.config.tile_shape == CONFIGS[2].tile_shape
+    assert entry.rows[0].time_us == pytest.approx((510.0 * 700.0) ** 0.5)
+
+
+def test_finalists_are_of_several_kernels(device):
+    call = bound_call()
+    times_us = dict(zip(names(call, CONFIGS), (20.0, 21.0, 21.5), strict=True))
+    recorder = FakeRecorder(device, times_us)
+    tune.measured(call, CONFIGS, rounds=40, recorder=recorder)
+    assert all(recorder.recorded.count(name) > 40 for name in times_us)
 
 
 def test_split_can_win(device):
