@@ -291,6 +291,7 @@ def rows_of(served: Mapping[str, Served], prepared: Row) -> list[Row]:
             "host_p50_us": round(quantile(host, 0.5), 1),
             "host_p99_us": round(quantile(host, 0.99), 1),
             "worst_call_ms": round(host[-1] / 1e3, 2),
+            "host_s": round(sum(host) / 1e6, 2),
         }
         rows.append(row | (prepared if name == "gemmgen" else {}))
     return rows

@@ -35,6 +35,7 @@ TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its part
 GATHER_CYCLES = 1200  # two barriers of a cluster and the latency of its distributed shared memory
 START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
+LARGE_CLUSTERS = 0.92  # of those that the SMs would hold: of 33 clusters of four fewer than 32 are resident at once
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
@@ -112,7 +113,10 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(256, 128, "cooperative", (2, 1)),
     _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
     _sm90(128, 128, "cooperative", (1, 2)),
+    _sm90(256, 160, "cooperative", (2, 1)),
+    *(_sm90(128, n, "cooperative", (2, 1)) for n in (96, 160, 192)),  # one wave of tiles at some 256 or 512 rows
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
+    _sm90(128, 160, "pingpong", (2, 1)),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (2, 1)),
     _sm90(64, 128, "pingpong", (2, 1)),
@@ -148,14 +152,13 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (2, 1), (128, 64)),
     _sm90(256, 128, "cooperative", (1, 2), (128, 64)),
     _sm90(256, 192, "cooperative", (2, 1), (128, 64)),
-    *(_sm90(m, n, "cooperative", cluster) for m, n in ((256, 160), (128, 224)) for cluster in ((2, 1), (1, 2))),
+    _sm90(256, 160, "cooperative", (1, 2)),
+    *(_sm90(128, 224, "cooperative", cluster) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 192, "pingpong", (1, 2), (64, 64)),
     _sm90(192, 128, "pingpong", (1, 2)),
-    _sm90(128, 160, "pingpong", (2, 1)),
     _sm90(128, 160, "pingpong", (1, 2)),
     *(_sm90(128, 128, "pingpong", cluster, (64, 64)) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 128, "pingpong"),
-    *(_sm90(128, n, "cooperative", (2, 1)) for n in (96, 160, 192)),  # one wave of tiles at some 256 or 512 rows
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
@@ -351,7 +354,10 @@ def _memory_cycles(signature: Signature, extents: Extents, config: GemmConfig) -
 def _resident(signature: Signature, config: GemmConfig, sm_count: int) -> int:
     """CTAs at work at once: whole clusters only."""
     if config.scheduler == CLUSTER_SPLIT:
-        return max(1, sm_count // config.split_k) * config.split_k * _ctas_per_sm(signature, config)
+        clusters = sm_count // config.split_k
+        if config.split_k > 2:  # the SMs of a GPC are no multiple of them
+            clusters = int(clusters * LARGE_CLUSTERS)
+        return max(1, clusters) * config.split_k * _ctas_per_sm(signature, config)
     size = config.cluster_shape[0] * config.cluster_shape[1]
     return max(1, sm_count // size) * size
 
@@ -477,7 +483,7 @@ def _rounded(count: int, multiple: int) -> int:
 
 # share of the tensor cores' rate that a mainloop reaches
 _EFFICIENCY = {(256, 192): 0.93, (128, 256): 0.92, (256, 128): 0.92, (256, 160): 0.92, (128, 224): 0.92,
-               (128, 192): 0.92, (192, 128): 0.92, (128, 160): 0.89, (128, 128): 0.86,
+               (128, 192): 0.92, (192, 128): 0.92, (128, 160): 0.89, (128, 128): 0.86, (128, 96): 0.78,
                (64, 256): 0.75, (64, 224): 0.74, (64, 128): 0.70, (128, 64): 0.70, (64, 112): 0.66, (64, 96): 0.63,
                (64, 64): 0.55, (64, 48): 0.45, (64, 32): 0.35, (64, 16): 0.18, (64, 8): 0.09,
                (128, 32): 0.45, (128, 16): 0.25}
