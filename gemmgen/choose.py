@@ -41,6 +41,8 @@ MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
 EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72, "single": 0.66}
 
+COOPERATIVE_128_192 = 0.93  # beside pingpong, whose warpgroups multiply all of its rows
+
 # torch's product and the pointwise kernel
 PRODUCT_RATE = {DType.I8: 0.5, DType.E4M3: 0.78, DType.E5M2: 0.78}  # against a kernel of ours
 PRODUCT_SIMT_MACS_PER_CLOCK = 110
@@ -54,6 +56,7 @@ SHORTFALL = 3.3  # times M ** -0.5
 # kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.json
 SWAPPED_AT_ONE_ROW = 0.96
 SWAPPED_PER_ROW = 0.001
+SWAPPED_MOST_ROWS = 128  # no wider tile: more rows are more tiles of the same
 SHORTFALL_LEAST_ROWS = 512
 MOST_SWAPPED_ROWS = 512  # of torch's products
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
@@ -162,6 +165,8 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
+    # the same, of wide tiles whose pairs share the weights: the longer K, the more of its time is L2's
+    *(_sm90(128, n, "cooperative", (2, 1), split_k=split_k) for n in (128, 256) for split_k in (2, 3, 4)),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
     _swapped(64, 16, 256, "single", 2),
@@ -300,7 +305,7 @@ def estimate_us(signature: Signature, extents: Extents, config: GemmConfig, sm_c
 def beside_other_ways_us(estimate_us: float, config: GemmConfig, extents: Extents) -> float:
     """The estimate of a fused kernel as it compares with those of ways that torch multiplies in."""
     if config.swapped:
-        return estimate_us * (SWAPPED_AT_ONE_ROW + SWAPPED_PER_ROW * extents.M)
+        return estimate_us * (SWAPPED_AT_ONE_ROW + SWAPPED_PER_ROW * min(extents.M, SWAPPED_MOST_ROWS))
     return estimate_us * (1 + SHORTFALL / math.sqrt(max(extents.M, SHORTFALL_LEAST_ROWS)))
 
 
@@ -495,6 +500,8 @@ def _rate(signature: Signature, config: GemmConfig) -> float:
         rate *= 0.5 if signature.math != "simt" else 0.06
     elif config.family == "sm90" and sm90.is_promoted(signature, config):
         rate *= EXACT_FP8_RATE[config.kernel_schedule]
+    elif config.kernel_schedule == "cooperative" and config.tile_shape[:2] == (128, 192):
+        rate *= COOPERATIVE_128_192
     return rate * _EFFICIENCY.get(config.tile_shape[:2], 0.6)
 
 
