@@ -135,6 +135,8 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     *(_sm90(128, n, "cooperative", split_k=split_k) for n in (64, 128) for split_k in (2, 3, 4, 6, 8)),
     _sm90(128, 128, "cooperative", split_k=1),
     _sm90(128, 256, "cooperative", (2, 1), split_k=1),
+    # of wide tiles whose pairs share the weights: the longer K, the more of its time is L2's
+    *(_sm90(128, 128, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 4)),
 )
 # few rows: weights along the 64 rows of a WGMMA, and no wider than the rows; each SM keeps long runs of B in flight
 SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
@@ -165,8 +167,8 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(64, 256, "pingpong", (1, 2)),
     _sm90(64, 128, "pingpong", (1, 2)),
     _sm90(256, 128, "cooperative", (2, 1), split_k=1),
-    # the same, of wide tiles whose pairs share the weights: the longer K, the more of its time is L2's
-    *(_sm90(128, n, "cooperative", (2, 1), split_k=split_k) for n in (128, 256) for split_k in (2, 3, 4)),
+    _sm90(128, 128, "cooperative", (2, 1), split_k=3),
+    *(_sm90(128, 256, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 3, 4)),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
     _swapped(64, 16, 256, "single", 2),
