@@ -53,12 +53,12 @@ TMA_BYTES = 16
 # By how much a fused kernel takes longer than its estimate, where cuBLAS hardly does: 1.15 times up to M of 512, less
 # from there on, as far as kernels have been measured there.
 SHORTFALL = 3.3  # times M ** -0.5
+SHORTFALL_LEAST_ROWS = 512
 # kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.json
 SWAPPED_AT_ONE_ROW = 0.96
 SWAPPED_PER_ROW = 0.001
 SWAPPED_MOST_ROWS = 128  # no wider tile: more rows are more tiles of the same
-SHORTFALL_LEAST_ROWS = 512
-MOST_SWAPPED_ROWS = 512  # of torch's products
+PRODUCT_SWAPPED_MOST_ROWS = 512
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
@@ -223,7 +223,7 @@ def worth_measuring(
 
     Args:
         within: how many times slower than the best estimate a candidate may be.
-        most: candidates at most, each tile and schedule once before any second cluster of it.
+        most: candidates at most.
     """
     best = ranked(signature, extents, arch, sm_count)
     further = SM90_FURTHER if best[0].config.family == "sm90" else ()
@@ -461,7 +461,7 @@ def _product_cycles(
     cycles = min(
         _cycles(signature, extents, config, sm_count, rate)
         for config, rate in rates.items()
-        if not config.swapped or extents.M <= MOST_SWAPPED_ROWS
+        if not config.swapped or extents.M <= PRODUCT_SWAPPED_MOST_ROWS
     )
     if signature.a.dtype.bytes > 1:
         return cycles

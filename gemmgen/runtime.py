@@ -66,6 +66,8 @@ class Plans:
         plan = self._plans.get(key)
         if plan is None:
             made = make()
+            if not made.is_final and is_capturing():
+                return made  # what forbade to measure or to build is over at the next call
             with self._lock:
                 plan = self._plans.setdefault(key, made)
                 if len(self._plans) > MAX_PLANS:
@@ -74,7 +76,8 @@ class Plans:
 
     def replace(self, key: Key, plan: Plan) -> None:
         with self._lock:
-            self._plans[key] = plan
+            if key in self._plans:
+                self._plans[key] = plan
 
 
 @dataclass(frozen=True)
@@ -240,13 +243,17 @@ class Runner:
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:
         """`plan`, or the fused one that was built in the background, which replaces it from now on."""
-        upgrade = self._pending.get(key)
+        plans, pending = self._plans, self._pending  # `forget_plans` may come in between
+        upgrade = pending.get(key)
         if upgrade is None or not upgrade.building.done() or is_capturing():
             return plan
-        for other, waiting in list(self._pending.items()):  # C++ may serve other M of the class from now on
-            if waiting.building is upgrade.building and self._pending.pop(other, None) is not None:
-                self._plans.replace(other, self._settled(waiting))
-        return self._plans.get(key, lambda: plan)
+        for other, waiting in list(pending.items()):  # C++ may serve other M of the class from now on
+            is_of_device = other[0] == key[0]  # kernels are loaded for the current one
+            if waiting.building is upgrade.building and is_of_device and pending.pop(other, None) is not None:
+                settled = self._settled(waiting)
+                plans.replace(other, settled)
+                plan = settled if other == key else plan
+        return plan
 
     def _settled(self, upgrade: Upgrade) -> Plan:
         """The plan of the fused kernel that was built, or what stood in for it, for good, where that failed."""

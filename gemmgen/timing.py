@@ -16,8 +16,7 @@ _cuda: Any = torch.cuda  # much of it has no annotations
 
 WARMUP_CALLS = 3
 # A rested H200 clocks at 1980 MHz; large products, one behind the other, bring it to its 700 W within tenths of a
-# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states. That
-# of a model at work is the second.
+# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states.
 LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call
 SETTLE_S = 1.0

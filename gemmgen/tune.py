@@ -243,7 +243,8 @@ def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) ->
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
     final = _final(call, _finalists(left), rounds, best, recorder)
-    return {way: ratio * min(final.values()) for way, ratio in ratios.items()} | final
+    slowest = max(final.values())  # nothing that was kept out of the final comes before what ran in it
+    return {way: max(ratio * min(final.values()), slowest) for way, ratio in ratios.items()} | final
 
 
 def _finalists(plans: Plans) -> Plans:

@@ -80,6 +80,39 @@ def test_all_m_that_wait_for_a_kernel_are_upgraded_at_once(device, runner):
     assert POINTWISE not in device.ran
 
 
+def test_what_waits_on_another_device_is_left_to_its_own_calls(device, runner):
+    A, B, operands = call_of()
+    device.gate.clear()
+    runner(A, B, operands)
+    ((key, upgrade),) = runner._pending.items()
+    elsewhere = (7, *key[1:])
+    runner._pending[elsewhere] = upgrade
+    device.gate.set()
+    until(lambda: is_done(runner))
+    runner(A, B, operands)
+    assert list(runner._pending) == [elsewhere]
+
+
+def test_plans_that_are_forgotten_during_an_upgrade_are_made_anew(device, runner, monkeypatch):
+    A, B, operands = call_of()
+    device.gate.clear()
+    runner(A, B, operands)
+    device.gate.set()
+    until(lambda: is_done(runner))
+    settled = runner._settled
+
+    def forgetting(upgrade):
+        runner.forget_plans()
+        return settled(upgrade)
+
+    monkeypatch.setattr(runner, "_settled", forgetting)
+    for _ in range(2):
+        device.ran.clear()
+        runner(A, B, operands)
+        assert POINTWISE not in device.ran
+    assert not runner._pending
+
+
 def test_a_kernel_that_is_built_runs_at_once(device, runner):
     A, B, operands = call_of()
     Runner(runner._graph_for)(A, B, operands)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 
@@ -220,18 +219,12 @@ IN_SUITE = [row for row in TUNED if row["M"] in MS_IN_ORDER]
 REAL_LENGTHS = [row for row in TUNED if row["M"] not in MS_IN_ORDER]
 
 
-def _without_order(label: str) -> str:
-    return re.sub(r" (swizzle|raster) \S+", "", label)
-
-
 def _loss(row: dict) -> float | None:
     """By what share the way that the model chooses took longer than the best; None where it was not tried."""
     binding = _binding(row["case"], row["M"], row["N"], row["K"])
     way = selected(binding, TARGET, Options(tune="off")).ways[0]
-    label, times = way.label.removeprefix("fused ") if isinstance(way, Fused) else way.name, row["us"]
-    alike = [time_us for name, time_us in times.items() if _without_order(name) == _without_order(label)]
-    time_us = times.get(label, min(alike, default=None))
-    return None if time_us is None else time_us / min(times.values()) - 1
+    time_us = row["us"].get(way.label.removeprefix("fused ") if isinstance(way, Fused) else way.name)
+    return None if time_us is None else time_us / min(row["us"].values()) - 1
 
 
 def _mean(losses: list[float]) -> float:
@@ -247,7 +240,8 @@ def test_the_heuristic_is_near_the_tuner_in_the_suite():
 
 
 def test_the_heuristic_is_near_the_tuner_for_lengths_of_real_requests():
-    """In the mean as near. At worst a third slower: torch's products lose less where rows fill no whole tiles."""
+    """In the mean as near. At worst not: torch's products lose less where rows fill no whole tiles."""
     losses = [loss for row in REAL_LENGTHS if (loss := _loss(row)) is not None]
     assert len(REAL_LENGTHS) >= 40 and len(losses) > 0.9 * len(REAL_LENGTHS)
     assert _mean(losses) <= 0.05
+    assert max(losses) <= 0.4

@@ -144,6 +144,30 @@ def test_finalists_are_of_several_kernels(device):
     assert all(recorder.recorded.count(name) > 40 for name in times_us)
 
 
+def test_what_is_kept_out_of_the_final_is_not_ahead_of_what_ran_in_it(device, monkeypatch):
+    """Three orders of one kernel are alike until the final, where that kernel turns out slower than another."""
+    call = bound_call()
+    first, second = (Fused(config) for config in CONFIGS[:2])
+    orders = [Fused(config) for config in tune._orders(call, CONFIGS[0])]
+    stages = iter(
+        [
+            {first: 20.0, second: 20.5},
+            dict.fromkeys((first, *orders), 20.0) | {second: 20.5},
+            dict.fromkeys((first, *orders), 22.0) | {second: 20.0},
+        ]
+    )
+    monkeypatch.setattr(tune, "_variants", lambda call, plans: dict.fromkeys(orders))
+
+    def measured(call, plans, *_):
+        times = next(stages)
+        return {way: times[way] for way in plans}
+
+    monkeypatch.setattr(tune, "_measured", measured)
+    times = tune._halved(call, dict.fromkeys((first, second)), 25, FakeRecorder(device, {}))
+    assert min(times, key=times.get) == second
+    assert sorted(times.values())[1] == 22.0
+
+
 def test_split_can_win(device):
     call = bound_call()
     tune.measured(call, CONFIGS, recorder=FakeRecorder(device, {"gemmgen_pointwise": 10.0}))
