@@ -265,8 +265,9 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
     kinds = [value.kind for value in signature.inputs] + [value.kind for value in signature.outputs]
     reduces = any(output.reduce for output in signature.outputs)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL) for value in signature.inputs)
-    is_simple = kinds.count(Kind.TILE) <= 1 and vectors <= 1
-    return accums <= (128 if reduces else 192 if is_simple else 160)
+    tiles = kinds.count(Kind.TILE)
+    is_rich, is_simple = reduces or tiles > 4, tiles <= 1 and vectors <= 1
+    return accums <= (128 if is_rich else 192 if is_simple else 160)
 
 
 def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:

@@ -192,6 +192,15 @@ def test_wide_tiles_of_exact_fp8_leave_registers_for_a_rich_epilogue_but_not_wit
     assert has_registers(rich, replace(stream_k, tile_shape=(128, 128, 128)))
 
 
+@pytest.mark.parametrize("tiles, most", [(0, 192), (1, 160), (3, 160), (4, 128)])
+def test_registers_beside_the_accumulators(tiles, most):
+    """As compiled for sm90: beside one result, three tiles leave room for 160 accumulators and four spill."""
+    value = signature(inputs=(*BIAS, *(Input(Kind.TILE, DType.BF16),) * tiles))
+    for accums in (128, 160, 192):
+        config = GemmConfig("sm90", (128, accums, 64), (2, 1), "pingpong")
+        assert has_registers(value, config) == (accums <= most)
+
+
 def test_more_is_measured_than_the_model_ranks_but_nothing_hopeless():
     problem = extents(4096, 4096, 4096)
     choices = worth_measuring(signature(), problem, SM90, SMS)
