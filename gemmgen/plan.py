@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from gemmgen.signature import Kind, Reduce
 RASTER = {"heuristic": 0, "M": 1, "N": 2}
 IDENTITY = {Reduce.SUM: 0.0, Reduce.MAX: float("-inf"), Reduce.MIN: float("inf")}
 
+Key = tuple[object, ...]
+Found = TypeVar("Found")
+Used = TypeVar("Used")
 Operands = Mapping[str, "Tensor | float"]
 Product = Callable[[Tensor, Tensor, Tensor], object]
 TorchCall = Callable[[Tensor, Tensor, Operands, Tensor], object]
@@ -147,8 +150,8 @@ class Plan:
 
 # Making plans
 
-_texts: dict[tuple[object, ...], str] = {}  # one for each epilogue and layout of its operands
-_modules: dict[tuple[object, ...], Path] = {}
+_texts: dict[Key, str] = {}  # one for each epilogue and layout of its operands
+_modules: dict[Key, Path] = {}
 
 
 def fused_plan(binding: Binding, config: GemmConfig, built: BuiltKernel, target: Target) -> Plan:
@@ -209,11 +212,16 @@ def pointwise_text(binding: EpilogueBinding) -> str:
 def _module(text: str, arch: Arch) -> jit.Module:
     """The kernels in `text`, in the current context. They are looked for in the cache, or built, once."""
     key = (settings().cache_dir, text, arch)
-    if (path := _modules.get(key)) is not None:
+    return found_once(_modules, key, lambda: jit.build_module(text, arch), jit.load_module)
+
+
+def found_once(known: dict[Key, Found], key: Key, find: Callable[[], Found], use: Callable[[Found], Used]) -> Used:
+    """What `use` makes of what is `known`, or else of what `find` looks for in the cache or builds."""
+    if (found := known.get(key)) is not None:
         with contextlib.suppress(CacheError):  # it was removed from the cache, and has to be built again
-            return jit.load_module(path)
-    _modules[key] = path = jit.build_module(text, arch)
-    return jit.load_module(path)
+            return use(found)
+    known[key] = found = find()
+    return use(found)
 
 
 def _vector(binding: EpilogueBinding) -> int:

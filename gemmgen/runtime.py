@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -20,10 +19,10 @@ from gemmgen.config import GemmConfig
 from gemmgen.device import Target, is_capturing, is_current, made_current, target_of
 from gemmgen.dispatcher import DispatchedOp
 from gemmgen.dtypes import DType, dtype_of
-from gemmgen.errors import CacheError, GemmgenError, UnsupportedOp
+from gemmgen.errors import GemmgenError, UnsupportedOp
 from gemmgen.ir.graph import Graph
 from gemmgen.jit.build import BuiltKernel
-from gemmgen.plan import Operands, Plan, pointwise_plan, run
+from gemmgen.plan import Key, Operands, Plan, found_once, pointwise_plan, run
 from gemmgen.problem import Extents, check_matrices, check_operands, extents_of, representative_of, result_dtype
 from gemmgen.ways import UNFUSED, Fused, Selection, Way
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 MAX_PLANS = 4096  # per op; a plan without its kernel is about 5 KB
 MAX_CHOICES = 1024  # per op, of about 18 KB
 
-Key = tuple[object, ...]
 Compile = Literal["eager", "background"]
 Tune = Literal["off", "cached", "first-call"]
 Reference = Callable[[Tensor, Tensor, Operands], list[Tensor]]
@@ -234,12 +232,12 @@ class Runner:
         """The plan of `way`. A kernel is looked for in the cache, or built, once."""
         if not isinstance(way, Fused):
             return way.plan(binding, target)
-        key = _kernel_key(way, binding, target)
-        if (built := self._built.get(key)) is not None:
-            with contextlib.suppress(CacheError):  # it was removed from the cache, and has to be built again
-                return way.plan_of(built, binding, target)
-        self._built[key] = built = way.built(binding, target.arch)
-        return way.plan_of(built, binding, target)
+        return found_once(
+            self._built,
+            _kernel_key(way, binding, target),
+            lambda: way.built(binding, target.arch),
+            lambda built: way.plan_of(built, binding, target),
+        )
 
     def _upgraded(self, key: Key, plan: Plan) -> Plan:
         """`plan`, or the fused one that was built in the background, which replaces it from now on."""

@@ -234,15 +234,21 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
+    plain = recorder or ColdL2Recorder(call.device)
     left, best = dict(plans), math.inf
     for stage, (few, limit) in enumerate(STAGES):
-        medians = _measured(call, left, few, recorder or ColdL2Recorder(call.device))
+        medians = _measured(call, left, few, plain)
         best = min(medians.values())
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _final(call, _finalists(left), rounds, best, recorder)
+    finalists = _finalists(left)
+    if best <= LARGE_US:
+        final = _measured(call, finalists, rounds, plain)
+    else:
+        spaced = recorder or ColdL2Recorder(call.device, spin_cycles=round(best * SPIN_CYCLES_PER_US))
+        final = _in_two_states(call, finalists, rounds, best, spaced, plain)
     slowest = max(final.values())  # nothing that was kept out of the final comes before what ran in it
     return {way: max(ratio * min(final.values()), slowest) for way, ratio in ratios.items()} | final
 
@@ -259,16 +265,13 @@ def _finalists(plans: Plans) -> Plans:
     return chosen
 
 
-def _final(call: Call, plans: Plans, rounds: int, best_us: float, recorder: Recorder | None) -> dict[Way, float]:
-    """The times of the finalists.
+def _in_two_states(
+    call: Call, plans: Plans, rounds: int, best_us: float, spaced: Recorder, plain: Recorder
+) -> dict[Way, float]:
+    """The times of large products: the geometric means of two states of the card, which rank kernels differently.
 
-    Those of large products are the geometric means of two states of the card, which rank kernels differently: how much
-    else runs beside the products decides which of them a model is nearer to.
+    How much else runs beside the products decides which of the two a model is nearer to.
     """
-    plain = recorder or ColdL2Recorder(call.device)
-    if best_us <= LARGE_US:
-        return _measured(call, plans, rounds, plain)
-    spaced = recorder or ColdL2Recorder(call.device, spin_cycles=round(best_us * SPIN_CYCLES_PER_US))
     rested = _measured(call, plans, rounds, spaced)
     repeats = math.ceil(LOADED_SAMPLE_US / best_us)
     loaded = _measured(call, plans, rounds, plain, repeats, SETTLE_S)

@@ -254,7 +254,6 @@ def _unfused(binding: Binding, target: Target) -> tuple[list[Timed], tuple[str, 
 
 def first_built(ways: Sequence[Fused], binding: Binding, arch: Arch) -> tuple[Fused, BuiltKernel]:
     """The first of `ways` that builds, with its kernel. Raises as `first_of`."""
-
     return first_of(ways, binding, lambda way: (way, way.built(binding, arch)))
 
 

@@ -48,6 +48,16 @@ def is_done(runner: Runner) -> bool:
     return all(upgrade.building.done() for upgrade in runner._pending.values())
 
 
+def call_whose_kernel_is_built(device, runner):
+    """A call that was served by a stand-in, while its kernel was built; that has not been noticed yet."""
+    A, B, operands = call_of()
+    device.gate.clear()
+    runner(A, B, operands)
+    device.gate.set()
+    until(lambda: is_done(runner))
+    return A, B, operands
+
+
 def test_split_serves_until_the_kernel_is_built(device, runner):
     A, B, operands = call_of()
     device.gate.clear()
@@ -81,24 +91,16 @@ def test_all_m_that_wait_for_a_kernel_are_upgraded_at_once(device, runner):
 
 
 def test_what_waits_on_another_device_is_left_to_its_own_calls(device, runner):
-    A, B, operands = call_of()
-    device.gate.clear()
-    runner(A, B, operands)
+    A, B, operands = call_whose_kernel_is_built(device, runner)
     ((key, upgrade),) = runner._pending.items()
     elsewhere = (7, *key[1:])
     runner._pending[elsewhere] = upgrade
-    device.gate.set()
-    until(lambda: is_done(runner))
     runner(A, B, operands)
     assert list(runner._pending) == [elsewhere]
 
 
 def test_plans_that_are_forgotten_during_an_upgrade_are_made_anew(device, runner, monkeypatch):
-    A, B, operands = call_of()
-    device.gate.clear()
-    runner(A, B, operands)
-    device.gate.set()
-    until(lambda: is_done(runner))
+    A, B, operands = call_whose_kernel_is_built(device, runner)
     settled = runner._settled
 
     def forgetting(upgrade):
@@ -170,11 +172,7 @@ class _Everything:
 
 
 def test_nothing_is_switched_inside_a_capture(device, runner, monkeypatch):
-    A, B, operands = call_of()
-    device.gate.clear()
-    runner(A, B, operands)
-    device.gate.set()
-    until(lambda: is_done(runner))
+    A, B, operands = call_whose_kernel_is_built(device, runner)
     monkeypatch.setattr(runtime, "is_capturing", lambda: True)
     runner(A, B, operands)
     assert set(device.ran) == {POINTWISE}
