@@ -43,7 +43,14 @@ __device__ __forceinline__ float sqrt_approx(float x) {
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-__device__ __forceinline__ float sigmoid_approx(float x) { return reciprocal_approx(1.f + exp_approx(-x)); }
+// .ftz spares the code around subnormals: an exponential so small adds nothing to 1, and a reciprocal so small is 0
+__device__ __forceinline__ float sigmoid_approx(float x) {
+  float y;
+  asm("{ .reg .f32 t; ex2.approx.ftz.f32 t, %1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 %0, t; }"
+      : "=f"(y)
+      : "f"(x * -1.4426950408889634f));
+  return y;
+}
 // max(x, 0) + log1p(exp(-|x|)) neither overflows nor loses the small end; NaN passes through the first term
 __device__ __forceinline__ float softplus(float x) { return maximum(x, 0.f) + log1pf(expf(-fabsf(x))); }
 // log1p(t) for t in [0, 1]: the logarithm of the rounded 1 + t, and below 2^-8 two terms of the series
