@@ -20,7 +20,7 @@ from gemmgen.device import Target
 from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, IllegalConfig
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
-from gemmgen.timing import LARGE_US, SETTLE_S, ColdL2Recorder, Recorder, Timing, measure
+from gemmgen.timing import SETTLE_S, ColdL2Recorder, Recorder, Timing, measure
 from gemmgen.tuned import MOST, Entry, Measured
 from gemmgen.ways import SPLIT, UNFUSED, Fused, Way
 
@@ -33,10 +33,6 @@ VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 6
 MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
-# Large products are timed in two states of the card: at full clocks, each after a rest as long as itself, and at its
-# power limit, so many behind one another, for a while before and all the time.
-LOADED_SAMPLE_US = 2000.0
-SPIN_CYCLES_PER_US = 1980
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -86,8 +82,7 @@ def measured(
             that failed before.
         most: fused kernels to try where `configs` is not given.
         rounds: samples of each way that is left at the end.
-        recorder: how one call is timed; by default on the GPU with L2 cold, but for what follows the first of several
-            large products.
+        recorder: how one call is timed; by default on the GPU with L2 cold.
     """
     with _one_at_a_time:
         return _kept(tuned.key_of(call.binding, call.target), call, configs, most, rounds, recorder)
@@ -234,21 +229,17 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    plain = recorder or ColdL2Recorder(call.device)
-    left, best = dict(plans), math.inf
+    recorder = recorder or ColdL2Recorder(call.device)
+    left = dict(plans)
     for stage, (few, limit) in enumerate(STAGES):
-        medians = _measured(call, left, few, plain)
+        # later stages find the card as the first one left it
+        medians = _measured(call, left, few, recorder, SETTLE_S if stage == 0 else 0.0)
         best = min(medians.values())
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    finalists = _finalists(left)
-    if best <= LARGE_US:
-        final = _measured(call, finalists, rounds, plain)
-    else:
-        spaced = recorder or ColdL2Recorder(call.device, spin_cycles=round(best * SPIN_CYCLES_PER_US))
-        final = _in_two_states(call, finalists, rounds, best, spaced, plain)
+    final = _measured(call, _finalists(left), rounds, recorder)
     slowest = max(final.values())  # nothing that was kept out of the final comes before what ran in it
     return {way: max(ratio * min(final.values()), slowest) for way, ratio in ratios.items()} | final
 
@@ -265,43 +256,17 @@ def _finalists(plans: Plans) -> Plans:
     return chosen
 
 
-def _in_two_states(
-    call: Call, plans: Plans, rounds: int, best_us: float, spaced: Recorder, plain: Recorder
-) -> dict[Way, float]:
-    """The times of large products: the geometric means of two states of the card, which rank kernels differently.
-
-    How much else runs beside the products decides which of the two a model is nearer to.
-    """
-    rested = _measured(call, plans, rounds, spaced)
-    repeats = math.ceil(LOADED_SAMPLE_US / best_us)
-    loaded = _measured(call, plans, rounds, plain, repeats, SETTLE_S)
-    return {way: math.sqrt(rested[way] * loaded[way]) for way in plans}
-
-
 def _measured(
-    call: Call,
-    plans: Mapping[Way, Plan],
-    rounds: int,
-    recorder: Recorder,
-    repeats: int = 1,
-    settle_s: float = 0.0,
+    call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Recorder, settle_s: float = 0.0
 ) -> dict[Way, float]:
-    calls = {str(index): functools.partial(_repeat, call, plan, repeats) for index, plan in enumerate(plans.values())}
+    calls = {
+        str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
+        for index, plan in enumerate(plans.values())
+    }
     timings: dict[str, Timing] = measure(
-        calls,
-        rounds,
-        budget_s=FINAL_S,
-        calls=repeats,
-        warmup=1,
-        settle_s=settle_s,
-        recorder=recorder,
+        calls, rounds, budget_s=FINAL_S, warmup=1, settle_s=settle_s, recorder=recorder
     )
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
-
-
-def _repeat(call: Call, plan: Plan, count: int) -> None:
-    for _ in range(count):
-        run(plan, call.matrices, call.operands, call.device)
 
 
 def _variants(call: Call, plans: Plans) -> Plans:

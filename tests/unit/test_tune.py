@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -99,41 +100,24 @@ def test_clear_losers_are_dropped_early(device):
     assert counts[fast] > 40
 
 
-def test_large_products_are_timed_several_at_a_time(device, monkeypatch):
-    monkeypatch.setattr(tune, "SETTLE_S", 0.0)
+def test_long_products_are_timed_on_a_settled_card(device, monkeypatch):
+    """For its first tenth of a second the card is rested, and one kernel is faster than at its power limit."""
+    monkeypatch.setattr(tune, "SETTLE_S", 0.2)
     call = bound_call()
-    runs = []
-
-    class OfRuns(FakeRecorder):
-        def record(self, call):
-            before = len(device.ran)
-            read = super().record(call)
-            runs.append(len(device.ran) - before)
-            return lambda count=runs[-1]: count * read()
-
-    times_us = dict(zip(names(call, CONFIGS), (900.0, 600.0, 601.0), strict=True)) | {"gemmgen_pointwise": 2000.0}
-    entry = tune.measured(call, CONFIGS, recorder=OfRuns(device, times_us))
-    assert entry.rows[0].time_us == pytest.approx(600.0)
-    assert runs[0] == 1 and runs[-1] == 4  # as many as take 2 ms
-
-
-def test_large_products_are_ranked_by_both_states_of_the_card(device, monkeypatch):
-    monkeypatch.setattr(tune, "SETTLE_S", 0.0)
-    call = bound_call()
-    burst, loaded, both = names(call, CONFIGS)
-    times_us = {1: {burst: 500.0, loaded: 550.0, both: 510.0}, 4: {burst: 800.0, loaded: 690.0, both: 700.0}}
+    burst, steady, slow = names(call, CONFIGS)
+    began = []
 
     class OfState(FakeRecorder):
         def record(self, call):
-            before = len(device.ran)
-            super().record(call)
-            count = len(device.ran) - before
-            time_us = count * times_us[count].get(device.ran[-1], 900.0)
+            began.append(time.monotonic())
+            self.times_us[burst] = 1100.0 if began[-1] < began[0] + 0.1 else 1600.0
+            time_us = super().record(call)()
             return lambda: time_us
 
-    entry = tune.measured(call, CONFIGS, recorder=OfState(device, {}))
-    assert entry.rows[0].way.config.tile_shape == CONFIGS[2].tile_shape
-    assert entry.rows[0].time_us == pytest.approx((510.0 * 700.0) ** 0.5)
+    times_us = {steady: 1500.0, slow: 3000.0, "gemmgen_pointwise": 3000.0}
+    entry = tune.measured(call, CONFIGS, recorder=OfState(device, times_us))
+    assert entry.rows[0].way == Fused(CONFIGS[1])
+    assert [row.time_us for row in entry.rows if row.way == Fused(CONFIGS[0])] == [1600.0]
 
 
 def test_finalists_are_of_several_kernels(device):
