@@ -34,7 +34,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         stages=sm90.stage_count(config),
         scheduler="void",
         cluster_split=0,
-        scheduler_statements=(),
+        argument_statements=(),
     )
 
 

@@ -81,6 +81,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     """
     schedule = SCHEDULES[config.kernel_schedule]
     tile_m, tile_n, tile_k = config.tile_shape
+    vectors = _vectors(signature.swapped() if config.swapped else signature)
     swapped_header = ("gemmgen/sm90_swapped.hpp",) if config.swapped else ()
     return render(
         "sm90.cu.jinja",
@@ -91,6 +92,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
+        share_n=_share_n(config),
         epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
@@ -98,7 +100,8 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],
         cluster_split=config.split_k if config.scheduler == CLUSTER_SPLIT else 0,
-        scheduler_statements=("args.scheduler.splits = x.split_k;",) if config.scheduler == "stream_k" else (),
+        vector_count=len(vectors),
+        argument_statements=_argument_statements(config, vectors),
     )
 
 
@@ -296,12 +299,20 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
     wanted_m = SCHEDULES[config.kernel_schedule].epilogue_m
     if m != wanted_m:
         return f"epilogue_tile m = {m}: the warpgroups of {config.kernel_schedule} share {wanted_m} rows"
-    if n % 16 or config.tile_shape[1] % n:
-        return f"epilogue_tile n = {n} is no multiple of 16 that divides the tile's {config.tile_shape[1]}"
+    if n % 16 or _share_n(config) % n:
+        return f"epilogue_tile n = {n} is no multiple of 16 that divides the {_share_n(config)} columns of a CTA"
     is_heavy = sum(_is_tile(value) for value in _operands(signature)) > 1 or any(o.reduce for o in signature.outputs)
     if is_heavy and n > 32 and _accum_registers(signature, config) >= MAX_ACCUM_REGISTERS:
         return f"epilogue_tile n = {n}: this epilogue would spill registers above 32 columns"
     return None
+
+
+def _share_n(config: GemmConfig) -> int:
+    """Columns of a tile that one CTA finishes: all, but for CTAs that split K and have enough of them for each."""
+    m, n, _ = config.tile_shape
+    share = n // config.split_k
+    is_shared = config.scheduler == CLUSTER_SPLIT and m == 64 and share * config.split_k == n and share % 16 == 0
+    return share if is_shared else n
 
 
 def _transposes_b(signature: Signature) -> bool:
@@ -349,7 +360,7 @@ def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
     """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
     schedule = SCHEDULES[config.kernel_schedule]
     m, n = config.epilogue_tile or (schedule.epilogue_m, 32)
-    subtiles = config.tile_shape[0] * config.tile_shape[1] // (m * n)
+    subtiles = config.tile_shape[0] * _share_n(config) // (m * n)
     loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
     stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
     rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
@@ -407,6 +418,26 @@ def stage_count(config: GemmConfig) -> str:
     if config.stages is not None:
         return f"cutlass::gemm::collective::StageCount<{config.stages}>"
     return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
+
+
+def _argument_statements(config: GemmConfig, vectors: Sequence[str]) -> list[str]:
+    """What the kernel's `args` take beside what all kernels do, as C++."""
+    if config.scheduler == "stream_k":
+        return ["args.scheduler.splits = x.split_k;"]
+    if config.scheduler == CLUSTER_SPLIT:
+        return [f"args.vectors[{i}] = {vector};" for i, vector in enumerate(vectors)]
+    return []
+
+
+def _vectors(signature: Signature) -> list[str]:
+    """C++ initialisers of a `gemmgen::EpilogueVector` for each vector and each number that the epilogue reads."""
+    along = {Kind.COL: "kM", Kind.ROW: "kN", Kind.SCALAR: "kNothing"}
+    return [
+        f"{{x.inputs[{i}].ptr, x.inputs[{i}].batch_stride, sizeof({element(value.dtype)}), "
+        f"gemmgen::EpilogueVector::{along[value.kind]}}}"
+        for i, value in enumerate(signature.inputs)
+        if value.kind in along
+    ]
 
 
 def _takes_extended_mma(signature: Signature, config: GemmConfig) -> bool:
@@ -503,7 +534,7 @@ def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, s
 
 def _partials(signature: Signature, config: GemmConfig) -> list[dict[str, object]]:
     """Per reduction output: how many CTA tiles lie along the mode that it reduces."""
-    tile_m, tile_n, _ = config.tile_shape
+    tile_m, tile_n = config.tile_shape[0], _share_n(config)
     m, n = ("x->n", "x->m") if config.swapped else ("x->m", "x->n")  # of a caller, who knows nothing of the swap
     along = {Kind.ROW: (m, tile_m), Kind.COL: (n, tile_n)}
     return [

@@ -62,7 +62,7 @@ using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::bfloat16_t, cutlass::layout::ColumnMajor, 8,
     ElementAccum, TileShape, ClusterShape, cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>,
     cutlass::gemm::KernelTmaWarpSpecialized>::CollectiveOp;
-using Kernel = gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 2>;
+using Kernel = gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 2, 3>;
 
 #ifndef GEMMGEN_LAUNCHER
 extern "C" __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
@@ -107,6 +107,9 @@ static typename Kernel::Arguments arguments(gemmgen::Args const& x) {
       typename Store1::Arguments{static_cast<cutlass::half_t*>(x.outputs[1].ptr), {cute::_1{}, tma_stride(x.outputs[1].row_stride, x.n), tma_stride(x.outputs[1].batch_stride, x.l)}},
       typename Store2::Arguments{static_cast<float*>(x.outputs[2].ptr), x.outputs[2].row_stride, x.outputs[2].batch_stride}
   };
+  args.vectors[0] = {x.inputs[0].ptr, x.inputs[0].batch_stride, sizeof(float), gemmgen::EpilogueVector::kM};
+  args.vectors[1] = {x.inputs[1].ptr, x.inputs[1].batch_stride, sizeof(float), gemmgen::EpilogueVector::kN};
+  args.vectors[2] = {x.inputs[3].ptr, x.inputs[3].batch_stride, sizeof(float), gemmgen::EpilogueVector::kNothing};
   return args;
 }
 

@@ -235,6 +235,8 @@ FEW_ROWS_CONFIGS = [
     cluster_split((64, 16, 128), 2),
     cluster_split((64, 16, 128), 4),
     cluster_split((64, 8, 128), 8),
+    cluster_split((64, 32, 128), 2),
+    cluster_split((64, 128, 128), 4),
     cluster_split((128, 32, 128), 2),
     gg.GemmConfig("sm90", (64, 64, 128), kernel_schedule="single", scheduler="cluster_split", split_k=4),
 ]

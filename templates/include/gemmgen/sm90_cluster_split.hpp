@@ -1,6 +1,7 @@
-// A kernel layer for few tiles and a long K. The CTAs of a cluster share one tile: each accumulates its slice of K, and
-// the first adds the sums of the others through distributed shared memory, always in the same order. No workspace, no
-// counters to clear. Not persistent: small CTAs may share an SM, so that one loads while another stores.
+// A kernel layer for few tiles and a long K. The CTAs of a cluster share one tile: each accumulates its slice of K, then
+// finishes its share of the columns; the first finishes all where shares would be too narrow. It adds what the others
+// have summed for it, through distributed shared memory, always in the same order. No workspace, no counters to clear.
+// Not persistent: small CTAs may share an SM, so that one loads while another stores.
 #pragma once
 #include <type_traits>
 
@@ -20,8 +21,8 @@ namespace gemmgen {
 CUTLASS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 CUTLASS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Arrives at a barrier of CTA `rank`, at the address that `barrier` has in this CTA; whoever waits for it in the cluster
-// sees what was written before.
+// Arrives at a barrier of CTA `rank`, at the address that `barrier` has in this CTA; whoever waits for it in the
+// cluster sees what was written before.
 CUTLASS_DEVICE void arrive_at_rank(uint64_t const* barrier, uint32_t rank) {
   uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank);
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
@@ -60,11 +61,22 @@ struct KTile {
   }
 };
 
-// `Mainloop` and `Epilogue` are collectives of one warpgroup and of clusters of one CTA.
-template <class Mainloop, class Epilogue, int Splits>
+// What the epilogue reads beside tiles: a vector along the kernel's M or N, or one number for each batch.
+struct EpilogueVector {
+  enum Along { kM = 0, kN = 1, kNothing = 2 };
+  void const* ptr;  // null where a number is an argument
+  int64_t batch_stride;
+  size_t element_bytes;
+  Along along;
+};
+
+// `Mainloop` and `Epilogue` are collectives of one warpgroup and of clusters of one CTA, the second of a CTA's share of
+// a tile; it reads so many `Vectors`.
+template <class Mainloop, class Epilogue, int Splits, int Vectors>
 struct ClusterSplitKernel {
   using ProblemShape = cute::Shape<int, int, int, int>;  // (M,N,K,L)
   using TileShape = typename Mainloop::TileShape;
+  using ShareShape = typename Epilogue::CtaTileMNK;
   using TiledMma = typename Mainloop::TiledMma;
   using Accum = typename Mainloop::ElementAccumulator;
   // Every CTA frees its stages in all CTAs of the cluster, as if they had shared what they loaded: CUTLASS's pipeline
@@ -74,18 +86,26 @@ struct ClusterSplitKernel {
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
+  static constexpr int kShareN = cute::size<1>(ShareShape{});
+  static constexpr int kFinishers = kTileN / kShareN;  // the first CTAs of the cluster
   static constexpr int kConsumers = cute::size(TiledMma{});
-  static constexpr int kAccums = kTileM * kTileN / kConsumers;  // of one thread
-  static constexpr int kVector = 4;                             // accumulators that one access moves
+  static constexpr int kAccums = kTileM * kShareN / kConsumers;  // of one thread and share
+  static constexpr int kVector = 4;                              // accumulators that one access moves
   static constexpr int kUnrolledSlices = kAccums <= 16 ? Splits : 1;
   static_assert(kConsumers == cutlass::NumThreadsPerWarpGroup && kAccums % kVector == 0 && sizeof(Accum) == 4);
+  static_assert(kFinishers * kShareN == kTileN && (kFinishers == 1 || (kFinishers == Splits && kTileM == 64)));
+
+  // The accumulators of a thread: of a tile, and of a share, which are those of a narrower WGMMA.
+  using Accums = decltype(cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{})));
+  using NarrowAccums = cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kShareN / 8>>, cute::_1, cute::_1>;
+  using Share = cute::conditional_t<kFinishers == 1, Accums, decltype(cute::make_tensor<Accum>(NarrowAccums{}))>;
 
   struct SharedStorage {
     typename Mainloop::TensorStorage mainloop;  // after the mainloop: partial sums
     typename Epilogue::TensorStorage epilogue;
     alignas(16) typename Mainloop::PipelineStorage mainloop_pipeline;
     alignas(16) typename Epilogue::PipelineStorage epilogue_pipeline;
-    uint64_t sums_ready;  // in the first CTA: each consumer of the others arrives when its sums are written
+    uint64_t sums_ready;  // of a CTA that finishes a share: each consumer of the others arrives with its sums written
   };
   static_assert(sizeof(typename Mainloop::TensorStorage) >= kTileM * kTileN * sizeof(Accum));
 
@@ -100,17 +120,19 @@ struct ClusterSplitKernel {
     typename Mainloop::Arguments mainloop;
     typename Epilogue::Arguments epilogue;
     cutlass::KernelHardwareInfo hardware;
+    cute::array<EpilogueVector, Vectors> vectors = {};
   };
 
   struct Params {
     ProblemShape problem_shape;
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
+    cute::array<EpilogueVector, Vectors> vectors;
   };
 
   static Params to_underlying_arguments(Arguments const& args, void* workspace) {
     return {args.problem_shape, Mainloop::to_underlying_arguments(args.problem_shape, args.mainloop, workspace),
-            Epilogue::to_underlying_arguments(args.problem_shape, args.epilogue, workspace)};
+            Epilogue::to_underlying_arguments(args.problem_shape, args.epilogue, workspace), args.vectors};
   }
   static size_t get_workspace_size(Arguments const&) { return 0; }
   static cutlass::Status initialize_workspace(Arguments const&, void*, cudaStream_t, cutlass::CudaHostAdapter*) {
@@ -163,8 +185,11 @@ struct ClusterSplitKernel {
     auto [M, N, K, L] = params.problem_shape;
     int const tiles_m = cute::ceil_div(M, int{kTileM}), tiles_n = cute::ceil_div(N, int{kTileN});
     int const tile = blockIdx.x / Splits, rank = blockIdx.x % Splits;
+    bool const is_finisher = rank < kFinishers;
     // neighbours share the tiles of A
     auto coord = cute::make_coord(tile / tiles_n % tiles_m, tile % tiles_n, cute::_, tile / tiles_n / tiles_m);
+    auto share = cute::make_coord(cute::get<0>(coord), cute::get<1>(coord) * kFinishers + rank, cute::_,
+                                  cute::get<3>(coord));
     int const k_tiles = cute::ceil_div(cute::ceil_div(K, int{kTileK}), Splits);
 
     Mainloop mainloop;
@@ -176,59 +201,103 @@ struct ClusterSplitKernel {
                     KTile{rank * k_tiles}, k_tiles, lane, 0, storage.mainloop);
       __syncwarp();
       if constexpr (Splits > 1) { cluster_arrive(); }
-      if (rank == 0 && epilogue.is_producer_load_needed()) {
+      if (is_finisher && epilogue.is_producer_load_needed()) {
         auto state = epilogue.load(load_pipeline, cutlass::make_producer_start_state<LoadPipeline>(),
-                                   params.problem_shape, TileShape{}, coord, TiledMma{}, lane, storage.epilogue);
+                                   params.problem_shape, ShareShape{}, share, TiledMma{}, lane, storage.epilogue);
         epilogue.load_tail(load_pipeline, state);
         __syncwarp();
       }
     } else {
-      cute::Tensor accum = cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{}));
+      if (is_finisher) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Vectors; ++i) { prefetch(params.vectors[i], params.problem_shape, share); }
+      }
+      Accums accum;
       typename Mainloop::PipelineState state;
       mainloop.mma(pipeline, state, accum, k_tiles, threadIdx.x, storage.mainloop, params.mainloop);
       mainloop.mma_tail(pipeline, state, k_tiles);
-      if constexpr (Splits > 1) { add_slices(accum, rank, storage); }
-      if (rank == 0) { store(epilogue, load_pipeline, params, coord, accum, storage); }
+      if constexpr (Splits > 1) {
+        auto sums = sums_of_share(accum, rank, storage);
+        if (is_finisher) { store(epilogue, load_pipeline, params, share, sums, storage); }
+      } else {
+        store(epilogue, load_pipeline, params, share, accum, storage);
+      }
       __syncwarp();
     }
     if constexpr (Splits > 1) { cluster_wait(); }  // nobody reads another's shared memory any more
   }
 
  private:
-  // Adds the sums of all slices in the first CTA. Ends with the arrival at the cluster's last barrier.
-  template <class Accumulators>
-  CUTLASS_DEVICE static void add_slices(Accumulators& accum, int rank, SharedStorage& storage) {
-    auto* partials = reinterpret_cast<uint4*>(&storage.mainloop) + threadIdx.x;
-    if (rank != 0) {
+  // From memory to L2 what the epilogue needs of `vector`: it asks for it when there is nothing else left to do.
+  template <class Coord>
+  CUTLASS_DEVICE static void prefetch(EpilogueVector const& vector, ProblemShape const& shape, Coord const& share) {
+    constexpr int kSectorBytes = 32;
+    int first = 0, elements = 1;
+    if (vector.along == EpilogueVector::kM) {
+      first = cute::get<0>(share) * kTileM;
+      elements = cute::min(int{kTileM}, cute::get<0>(shape) - first);
+    } else if (vector.along == EpilogueVector::kN) {
+      first = cute::get<1>(share) * kShareN;
+      elements = cute::min(int{kShareN}, cute::get<1>(shape) - first);
+    }
+    int const offset = threadIdx.x * kSectorBytes;
+    if (vector.ptr != nullptr && offset < elements * int(vector.element_bytes)) {
+      int64_t const element = cute::get<3>(share) * vector.batch_stride + first;
+      auto const* start = static_cast<char const*>(vector.ptr) + element * int64_t(vector.element_bytes);
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(start + offset));
+    }
+  }
+
+  // This CTA's share with the sums of all slices; of no use where it finishes none. Ends with the arrival at the
+  // cluster's last barrier.
+  CUTLASS_DEVICE static Share sums_of_share(Accums const& accum, int rank, SharedStorage& storage) {
+    constexpr int kVectors = kAccums / kVector;  // of a share
+    auto* partials = reinterpret_cast<uint4*>(&storage.mainloop) + threadIdx.x;  // (consumer,vector,share)
+    if (kFinishers > 1 || rank != 0) {
       // every warp's WGMMAs have read what is overwritten here
       cutlass::arch::NamedBarrier::sync(kConsumers, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kAccums; i += kVector) {
-        partials[i / kVector * kConsumers] = {bits(accum(i)), bits(accum(i + 1)), bits(accum(i + 2)),
-                                              bits(accum(i + 3))};
+    }
+    Share sums;
+    CUTLASS_PRAGMA_UNROLL
+    for (int share = 0; share < kFinishers; ++share) {
+      int const first = share * kAccums;
+      if (share == rank) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kAccums; ++i) { sums(i) = accum(first + i); }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kAccums; i += kVector) {
+          partials[(share * kVectors + i / kVector) * kConsumers] = {bits(accum(first + i)), bits(accum(first + i + 1)),
+                                                                    bits(accum(first + i + 2)),
+                                                                    bits(accum(first + i + 3))};
+        }
+        arrive_at_rank(&storage.sums_ready, share);
       }
-      arrive_at_rank(&storage.sums_ready, 0);
-    } else {
+    }
+    if (rank < kFinishers) {
       wait_for_cluster(&storage.sums_ready);
 #pragma unroll kUnrolledSlices
       for (int other = 1; other < Splits; ++other) {
+        int const peer = (rank + other) % Splits;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kAccums; i += kVector) {
-          uint4 sums = load_from_rank(cute::cast_smem_ptr_to_uint(partials + i / kVector * kConsumers), other);
-          accum(i) += of_bits(sums.x);
-          accum(i + 1) += of_bits(sums.y);
-          accum(i + 2) += of_bits(sums.z);
-          accum(i + 3) += of_bits(sums.w);
+          auto const* there = partials + (rank * kVectors + i / kVector) * kConsumers;
+          uint4 added = load_from_rank(cute::cast_smem_ptr_to_uint(there), peer);
+          sums(i) += of_bits(added.x);
+          sums(i + 1) += of_bits(added.y);
+          sums(i + 2) += of_bits(added.z);
+          sums(i + 3) += of_bits(added.w);
         }
       }
     }
     __syncwarp();
     cluster_arrive();
+    return sums;
   }
 
-  template <class Coord, class Accumulators>
+  template <class Coord>
   CUTLASS_DEVICE static void store(Epilogue& epilogue, typename Epilogue::LoadPipeline load_pipeline,
-                                   Params const& params, Coord const& coord, Accumulators const& accum,
+                                   Params const& params, Coord const& share, Share const& sums,
                                    SharedStorage& storage) {
     typename Epilogue::StorePipeline::Params store_params;
     store_params.always_wait = true;
@@ -236,8 +305,8 @@ struct ClusterSplitKernel {
     typename Epilogue::LoadPipelineState load_state;
     auto store_state = cutlass::make_producer_start_state<typename Epilogue::StorePipeline>();
     auto [load_end, store_end] =
-        epilogue.store(load_pipeline, load_state, store_pipeline, store_state, params.problem_shape, TileShape{}, coord,
-                       accum, TiledMma{}, threadIdx.x, storage.epilogue);
+        epilogue.store(load_pipeline, load_state, store_pipeline, store_state, params.problem_shape, ShareShape{},
+                       share, sums, TiledMma{}, threadIdx.x, storage.epilogue);
     epilogue.store_tail(load_pipeline, load_end, store_pipeline, store_end);
   }
 
