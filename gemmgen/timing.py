@@ -16,7 +16,8 @@ _cuda: Any = torch.cuda  # much of it has no annotations
 
 WARMUP_CALLS = 3
 # A rested H200 clocks at 1980 MHz; large products, one behind the other, bring it to its 700 W within tenths of a
-# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states.
+# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states, and
+# timed by another rhythm than that in which they will run: bench/results/tuner-state-h200.json.
 LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call
 SETTLE_S = 1.0
@@ -64,12 +65,13 @@ class ColdL2Recorder:
     than that, the sample is thrown away and the spin doubled.
     """
 
+    _SPIN_CYCLES = 200_000  # at first
     _MAX_SPIN_CYCLES = 40_000_000  # about 20 ms; a host slower than this is part of the answer
 
-    def __init__(self, device: torch.device | None = None, spin_cycles: int = 200_000):
+    def __init__(self, device: torch.device | None = None):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device or "cuda")
-        self._spin_cycles = spin_cycles
+        self._spin_cycles = self._SPIN_CYCLES
 
     def record(self, call: Call) -> Callable[[], float]:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from gemmgen.templates import render
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
+ACCUM_BYTES = 4
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
@@ -92,7 +94,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         tile_m=tile_m,
         tile_n=tile_n,
         tile_k=tile_k,
-        share_n=_share_n(config),
+        share_n=share_n(config),
         epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
@@ -299,15 +301,15 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
     wanted_m = SCHEDULES[config.kernel_schedule].epilogue_m
     if m != wanted_m:
         return f"epilogue_tile m = {m}: the warpgroups of {config.kernel_schedule} share {wanted_m} rows"
-    if n % 16 or _share_n(config) % n:
-        return f"epilogue_tile n = {n} is no multiple of 16 that divides the {_share_n(config)} columns of a CTA"
+    if n % 16 or share_n(config) % n:
+        return f"epilogue_tile n = {n} is no multiple of 16 that divides the {share_n(config)} columns of a CTA"
     is_heavy = sum(_is_tile(value) for value in _operands(signature)) > 1 or any(o.reduce for o in signature.outputs)
     if is_heavy and n > 32 and _accum_registers(signature, config) >= MAX_ACCUM_REGISTERS:
         return f"epilogue_tile n = {n}: this epilogue would spill registers above 32 columns"
     return None
 
 
-def _share_n(config: GemmConfig) -> int:
+def share_n(config: GemmConfig) -> int:
     """Columns of a tile that one CTA finishes: all, but for CTAs that split K and have enough of them for each."""
     m, n, _ = config.tile_shape
     share = n // config.split_k
@@ -350,6 +352,9 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
     stages = MIN_STAGES if config.stages is None else config.stages
     if stages < MIN_STAGES:
         return f"stages = {stages}: the pipeline needs at least {MIN_STAGES}"
+    exchanged = m * n * ACCUM_BYTES if config.scheduler == CLUSTER_SPLIT and config.split_k > 1 else 0
+    if config.stages is not None and stages * stage_bytes < exchanged:
+        return f"stages = {stages}: {stages * stage_bytes} B, and a cluster exchanges its sums in {exchanged} of them"
     need = stages * stage_bytes + _epilogue_bytes(signature, config)
     if need > arch.smem_bytes:
         return f"{stages} stages and the epilogue need about {need} B of shared memory, more than {arch.smem_bytes}"
@@ -359,13 +364,13 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
 def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
     """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
     schedule = SCHEDULES[config.kernel_schedule]
-    m, n = config.epilogue_tile or (schedule.epilogue_m, 32)
-    subtiles = config.tile_shape[0] * _share_n(config) // (m * n)
+    m, n = config.epilogue_tile or (schedule.epilogue_m, math.gcd(32, share_n(config)))
+    subtiles = config.tile_shape[0] * share_n(config) // (m * n)
     loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
     stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
     rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
     partials = sum(4 for value in signature.outputs if value.reduce and value.kind is Kind.ROW) * schedule.threads // 32
-    return m * n * (loaded + stored) + config.tile_shape[1] * (rows + partials)
+    return m * n * (loaded + stored) + share_n(config) * (rows + partials)
 
 
 # Names in C++
@@ -534,7 +539,7 @@ def _tma_tensor(where: str, stride: str, dtype: DType, rows: str) -> dict[str, s
 
 def _partials(signature: Signature, config: GemmConfig) -> list[dict[str, object]]:
     """Per reduction output: how many CTA tiles lie along the mode that it reduces."""
-    tile_m, tile_n = config.tile_shape[0], _share_n(config)
+    tile_m, tile_n = config.tile_shape[0], share_n(config)
     m, n = ("x->n", "x->m") if config.swapped else ("x->m", "x->n")  # of a caller, who knows nothing of the swap
     along = {Kind.ROW: (m, tile_m), Kind.COL: (n, tile_n)}
     return [

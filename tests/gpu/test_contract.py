@@ -62,6 +62,7 @@ PATHS = {
     "split-k": Path(200, 272, 264, config=STREAM_K),
     "swapped": Path(17, 272, 264, config=swapped((64, 16, 128))),
     "cluster-split": Path(17, 272, 264, config=cluster_split((64, 16, 128), 2)),
+    "cluster-shares": Path(77, 272, 264, config=cluster_split((64, 32, 128), 2)),
     "fallback": Path(77, 131, 45),
     "split": Path(200, 272, 72, is_split=True),
     "pointwise": Path(200, 272, 0),
@@ -82,7 +83,7 @@ def test_the_paths_are_what_they_are_called():
 
     found = {name: plan_of(path) for name, path in PATHS.items() if name not in ("cpu", "split")}
     assert {name: plan.way for name, plan in found.items()} == {
-        **dict.fromkeys(("fused", "batched", "split-k", "swapped", "cluster-split", "fallback"), "fused"),
+        **dict.fromkeys(set(PATHS) - {"cpu", "split", "pointwise"}, "fused"),
         "pointwise": "pointwise",
     }
     assert found["fallback"].config.family == "sm80" and found["fused"].config == SM90

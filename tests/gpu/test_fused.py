@@ -265,9 +265,10 @@ def test_few_rows_are_exact_on_integers(config, lead):
         assert padded[..., N:].isnan().all()
 
 
+@pytest.mark.parametrize("tile, split_k", [((64, 16, 128), 2), ((64, 64, 128), 4)], ids=["one-finishes", "shares"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_few_rows_of_other_inputs_are_exact_on_integers(dtype):
-    op = gg.Gemm(kitchen, config=cluster_split((64, 16, 128), 2))
+def test_few_rows_of_other_inputs_are_exact_on_integers(dtype, tile, split_k):
+    op = gg.Gemm(kitchen, config=cluster_split(tile, split_k))
     for M, N, K in ((1, 264, 1040), (19, 136, 272)):
         A, B = matrices(M, N, K, "nt", dtype)
         operands = operands_of(M, N)
@@ -290,6 +291,7 @@ EXACT_FP8_CONFIGS = [
     swapped((64, 128, 128)),
     cluster_split((64, 16, 128), 4),
     cluster_split((64, 64, 128), 2),
+    cluster_split((64, 160, 128), 2),  # several WGMMAs along N, one of which two shares divide
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,6 +84,17 @@ def test_skeletons(golden, name, config):
 def test_swapped_skeleton(golden):
     source = pipeline.kernel_source(bound(every_kind), SWAPPED, ARCHS["sm90"])
     golden("skeleton_sm90_swapped_every_kind.cu", source.skeleton)
+
+
+@pytest.mark.parametrize("rows, split_k, share", [(64, 2, 32), (64, 4, 16), (32, 2, 16), (32, 4, 32), (16, 2, 16)])
+def test_ctas_that_split_k_share_columns_that_are_enough(rows, split_k, share):
+    config = replace(SWAPPED, tile_shape=(64, rows, 128), split_k=split_k)
+    skeleton = pipeline.kernel_source(bound(every_kind), config, ARCHS["sm90"]).skeleton
+    assert (f"ShareShape = cute::Shape<cute::Int<64>, cute::Int<{share}>" in skeleton) == (share < rows)
+    of_a_cta = "ShareShape" if share < rows else "TileShape"
+    assert f"SwappedEpilogueShape<{of_a_cta}," in skeleton
+    # sums over M are over the columns of the swapped problem: as many partials as CTAs have a share of them
+    assert f"ceil_div(x->m, {share})" in skeleton
 
 
 def test_rendering_twice_gives_the_same_text():

@@ -1,7 +1,7 @@
-// A kernel layer for few tiles and a long K. The CTAs of a cluster share one tile: each accumulates its slice of K, then
-// finishes its share of the columns; the first finishes all where shares would be too narrow. It adds what the others
-// have summed for it, through distributed shared memory, always in the same order. No workspace, no counters to clear.
-// Not persistent: small CTAs may share an SM, so that one loads while another stores.
+// A kernel layer for few tiles and a long K. The CTAs of a cluster share one tile: each accumulates its slice of K, and
+// then finishes its share of the columns; the first finishes all where shares would be too narrow. It adds what all
+// have summed for it, through distributed shared memory, in the order of the slices. No workspace, no counters to
+// clear. Not persistent: small CTAs may share an SM, so that one loads while another stores.
 #pragma once
 #include <type_traits>
 
@@ -107,7 +107,7 @@ struct ClusterSplitKernel {
     alignas(16) typename Epilogue::PipelineStorage epilogue_pipeline;
     uint64_t sums_ready;  // of a CTA that finishes a share: each consumer of the others arrives with its sums written
   };
-  static_assert(sizeof(typename Mainloop::TensorStorage) >= kTileM * kTileN * sizeof(Accum));
+  static_assert(Splits == 1 || sizeof(typename Mainloop::TensorStorage) >= kTileM * kTileN * sizeof(Accum));
 
   static constexpr int SharedStorageSize = sizeof(SharedStorage);
   static constexpr int kSmBytes = 228 * 1024, kReservedBytes = 1024;  // shared memory of an SM, and what a CTA costs
@@ -257,36 +257,34 @@ struct ClusterSplitKernel {
       // every warp's WGMMAs have read what is overwritten here
       cutlass::arch::NamedBarrier::sync(kConsumers, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
     }
-    Share sums;
+    Share own, sums;
     CUTLASS_PRAGMA_UNROLL
     for (int share = 0; share < kFinishers; ++share) {
-      int const first = share * kAccums;
       if (share == rank) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAccums; ++i) { sums(i) = accum(first + i); }
+        for (int i = 0; i < kAccums; ++i) { own(i) = accum(share * kAccums + i); }
       } else {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAccums; i += kVector) {
-          partials[(share * kVectors + i / kVector) * kConsumers] = {bits(accum(first + i)), bits(accum(first + i + 1)),
-                                                                    bits(accum(first + i + 2)),
-                                                                    bits(accum(first + i + 3))};
+        for (int i = 0; i < kVectors; ++i) {
+          partials[(share * kVectors + i) * kConsumers] = vector_of(accum, share * kAccums + i * kVector);
         }
         arrive_at_rank(&storage.sums_ready, share);
       }
     }
     if (rank < kFinishers) {
+      cute::clear(sums);
       wait_for_cluster(&storage.sums_ready);
 #pragma unroll kUnrolledSlices
-      for (int other = 1; other < Splits; ++other) {
-        int const peer = (rank + other) % Splits;
+      for (int slice = 0; slice < Splits; ++slice) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAccums; i += kVector) {
-          auto const* there = partials + (rank * kVectors + i / kVector) * kConsumers;
-          uint4 added = load_from_rank(cute::cast_smem_ptr_to_uint(there), peer);
-          sums(i) += of_bits(added.x);
-          sums(i + 1) += of_bits(added.y);
-          sums(i + 2) += of_bits(added.z);
-          sums(i + 3) += of_bits(added.w);
+        for (int i = 0; i < kVectors; ++i) {
+          auto const* there = partials + (rank * kVectors + i) * kConsumers;
+          uint4 const part = slice == rank ? vector_of(own, i * kVector)
+                                           : load_from_rank(cute::cast_smem_ptr_to_uint(there), slice);
+          sums(i * kVector) += of_bits(part.x);
+          sums(i * kVector + 1) += of_bits(part.y);
+          sums(i * kVector + 2) += of_bits(part.z);
+          sums(i * kVector + 3) += of_bits(part.w);
         }
       }
     }
@@ -308,6 +306,11 @@ struct ClusterSplitKernel {
         epilogue.store(load_pipeline, load_state, store_pipeline, store_state, params.problem_shape, ShareShape{},
                        share, sums, TiledMma{}, threadIdx.x, storage.epilogue);
     epilogue.store_tail(load_pipeline, load_end, store_pipeline, store_end);
+  }
+
+  template <class Accumulators>
+  CUTLASS_DEVICE static uint4 vector_of(Accumulators const& accum, int first) {
+    return {bits(accum(first)), bits(accum(first + 1)), bits(accum(first + 2)), bits(accum(first + 3))};
   }
 
   CUTLASS_DEVICE static uint32_t bits(Accum x) {
