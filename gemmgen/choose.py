@@ -391,13 +391,12 @@ def _step_cycles(
 def _cluster_cycles(
     config: GemmConfig, tiles: int, resident: int, steps: int, step: float, epilogue: float, memory: float
 ) -> float:
-    """A kernel whose clusters split K: the first CTA of each adds the sums of the others.
+    """A kernel whose clusters split K: a CTA adds what the others have summed of its share of the tile.
 
     Nothing is loaded after the last tiles have their slices.
     """
-    tm, tn, _ = config.tile_shape
-    others = config.split_k - 1
-    gather = GATHER_CYCLES + others * 4 * tm * tn / SM_BYTES_PER_CLOCK if others else 0
+    others, share = config.split_k - 1, config.tile_shape[0] * sm90.share_n(config)
+    gather = GATHER_CYCLES + others * 4 * share / SM_BYTES_PER_CLOCK if others else 0
     waves = math.ceil(tiles * config.split_k / resident)
     tail = gather + epilogue
     loading = waves * math.ceil(steps / config.split_k) * step + (waves - 1) * (tail + START_CYCLES)
@@ -509,8 +508,8 @@ def _rate(signature: Signature, config: GemmConfig) -> float:
 
 
 def _epilogue_cycles(signature: Signature, config: GemmConfig) -> float:
-    tm, tn, _ = config.tile_shape
-    return tm * tn * (_tile_bytes(signature) / SM_BYTES_PER_CLOCK + 1 / 16) + 500
+    elements = config.tile_shape[0] * sm90.share_n(config)  # of one CTA
+    return elements * (_tile_bytes(signature) / SM_BYTES_PER_CLOCK + 1 / 16) + 500
 
 
 def _tile_bytes(signature: Signature) -> int:
