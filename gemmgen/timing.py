@@ -21,6 +21,8 @@ WARMUP_CALLS = 3
 LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call
 SETTLE_S = 1.0
+SPIN_CYCLES = 200_000  # before each call, and more where the host takes longer: 0.1 ms
+SPIN_CYCLES_PER_US = 1980
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,12 @@ class ColdL2Recorder:
     than that, the sample is thrown away and the spin doubled.
     """
 
-    _SPIN_CYCLES = 200_000  # at first
     _MAX_SPIN_CYCLES = 40_000_000  # about 20 ms; a host slower than this is part of the answer
 
-    def __init__(self, device: torch.device | None = None):
+    def __init__(self, device: torch.device | None = None, spin_cycles: int = SPIN_CYCLES):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device=device or "cuda")
-        self._spin_cycles = self._SPIN_CYCLES
+        self._spin_cycles = spin_cycles
 
     def record(self, call: Call) -> Callable[[], float]:
         while True:

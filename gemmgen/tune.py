@@ -20,7 +20,15 @@ from gemmgen.device import Target
 from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, IllegalConfig
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
-from gemmgen.timing import SETTLE_S, ColdL2Recorder, Recorder, Timing, measure
+from gemmgen.timing import (
+    SETTLE_S,
+    SPIN_CYCLES,
+    SPIN_CYCLES_PER_US,
+    ColdL2Recorder,
+    Recorder,
+    Timing,
+    measure,
+)
 from gemmgen.tuned import MOST, Entry, Measured
 from gemmgen.ways import SPLIT, UNFUSED, Fused, Way
 
@@ -33,6 +41,9 @@ VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 6
 MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
+# Large products alone, one behind the other, draw more power than among the other kernels of a model or of a benchmark,
+# and rank differently: a pause before each, as a share of its time, makes up for these.
+PAUSE = 0.2
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -229,19 +240,22 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    recorder = recorder or ColdL2Recorder(call.device)
-    left = dict(plans)
+    left, best = dict(plans), 0.0
     for stage, (few, limit) in enumerate(STAGES):
         # later stages find the card as the first one left it
-        medians = _measured(call, left, few, recorder, SETTLE_S if stage == 0 else 0.0)
+        medians = _measured(call, left, few, recorder or _paused(call, best), SETTLE_S if stage == 0 else 0.0)
         best = min(medians.values())
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _measured(call, _finalists(left), rounds, recorder)
+    final = _measured(call, _finalists(left), rounds, recorder or _paused(call, best))
     slowest = max(final.values())  # nothing that was kept out of the final comes before what ran in it
     return {way: max(ratio * min(final.values()), slowest) for way, ratio in ratios.items()} | final
+
+
+def _paused(call: Call, best_us: float) -> Recorder:
+    return ColdL2Recorder(call.device, max(SPIN_CYCLES, round(PAUSE * best_us * SPIN_CYCLES_PER_US)))
 
 
 def _finalists(plans: Plans) -> Plans:

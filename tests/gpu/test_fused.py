@@ -291,7 +291,7 @@ EXACT_FP8_CONFIGS = [
     swapped((64, 128, 128)),
     cluster_split((64, 16, 128), 4),
     cluster_split((64, 64, 128), 2),
-    cluster_split((64, 160, 128), 2),  # several WGMMAs along N, one of which two shares divide
+    cluster_split((64, 96, 128), 2),
 ]
 
 

@@ -261,7 +261,7 @@ def test_inputs_and_given_outputs_are_not_written(device):
 
 def test_the_first_call_measures_once_for_a_bucket(device, monkeypatch):
     times = FakeRecorder(device, {})
-    monkeypatch.setattr(tune, "ColdL2Recorder", lambda device: times)
+    monkeypatch.setattr(tune, "ColdL2Recorder", lambda device, spin_cycles: times)
     run = runner("first-call")
     built_at_first: list[str] = []
     for M in (60, 50, 64):
