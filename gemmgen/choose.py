@@ -27,7 +27,7 @@ SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
 SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
 OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what TMA fills in beyond M or N
-L2_MISSES = 0.05  # share of what a second tile reads of the same rows or columns
+L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
 TURN_TRAFFIC = 4  # times its partial sums, which are written and read back through L2
@@ -116,10 +116,10 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(256, 128, "cooperative", (2, 1)),
     _sm90(256, 192, "cooperative", (1, 2), (128, 64)),
     _sm90(128, 128, "cooperative", (1, 2)),
-    _sm90(256, 160, "cooperative", (2, 1)),
+    *(_sm90(256, 160, "cooperative", cluster) for cluster in ((2, 1), (1, 2))),  # the second for an odd count along M
     *(_sm90(128, n, "cooperative", (2, 1)) for n in (96, 160, 192)),  # one wave of tiles at some 256 or 512 rows
     _sm90(128, 192, "pingpong", (2, 1), (64, 64)),
-    _sm90(128, 160, "pingpong", (2, 1)),
+    *(_sm90(128, 160, "pingpong", cluster) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 128, "pingpong", (1, 2)),
     _sm90(64, 256, "pingpong", (2, 1)),
     _sm90(64, 128, "pingpong", (2, 1)),
@@ -157,11 +157,9 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     _sm90(128, 256, "cooperative", (2, 1), (128, 64)),
     _sm90(256, 128, "cooperative", (1, 2), (128, 64)),
     _sm90(256, 192, "cooperative", (2, 1), (128, 64)),
-    _sm90(256, 160, "cooperative", (1, 2)),
     *(_sm90(128, 224, "cooperative", cluster) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 192, "pingpong", (1, 2), (64, 64)),
     _sm90(192, 128, "pingpong", (1, 2)),
-    _sm90(128, 160, "pingpong", (1, 2)),
     *(_sm90(128, 128, "pingpong", cluster, (64, 64)) for cluster in ((2, 1), (1, 2))),
     _sm90(128, 128, "pingpong"),
     _sm90(64, 256, "pingpong", (1, 2)),

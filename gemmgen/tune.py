@@ -43,7 +43,7 @@ MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
 # Large products alone, one behind the other, draw more power than among the other kernels of a model or of a benchmark,
 # and rank differently: a pause before each, as a share of its time, makes up for these.
-PAUSE = 0.2
+PAUSE = 1 / 3  # errs least in the worst of the states of bench/results/tuner-state-h200.json
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
