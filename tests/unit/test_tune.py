@@ -120,6 +120,21 @@ def test_long_products_are_timed_on_a_settled_card(device, monkeypatch):
     assert [row.time_us for row in entry.rows if row.way == Fused(CONFIGS[0])] == [1600.0]
 
 
+@pytest.mark.parametrize("best_us, spins", [(20.0, 200_000), (3000.0, 1_980_000)], ids=["small", "large"])
+def test_large_products_are_timed_with_pauses(device, monkeypatch, best_us, spins):
+    monkeypatch.setattr(tune, "SETTLE_S", 0.0)
+    call = bound_call()
+    spun = []
+
+    def recorder(device_of_call, spin_cycles):
+        spun.append(spin_cycles)
+        return FakeRecorder(device, dict.fromkeys((*names(call, CONFIGS), "gemmgen_pointwise"), best_us))
+
+    monkeypatch.setattr(tune, "ColdL2Recorder", recorder)
+    tune.measured(call, CONFIGS)
+    assert spun == [200_000, spins, spins]  # nothing is known before the first stage
+
+
 def test_finalists_are_of_several_kernels(device):
     call = bound_call()
     times_us = dict(zip(names(call, CONFIGS), (20.0, 21.0, 21.5), strict=True))
