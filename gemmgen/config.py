@@ -20,8 +20,8 @@ class GemmConfig:
         stages: shared-memory buffers of the mainloop; None takes as many as fit (sm90, sm100).
         warp_shape: warp tile (m, n, k); sm80 only.
         scheduler: "persistent" or "stream_k"; sm80 uses "stream_k" for split-K. "cluster_split" (sm90, "single"): a
-            cluster of `split_k` CTAs shares a tile, adds its sums through distributed shared memory, and each finishes
-            its share of the columns where these are a multiple of 16; `epilogue_tile` is of such a share.
+            cluster of `split_k` CTAs shares a tile and adds its sums through distributed shared memory. Of a tile of 64
+            rows each finishes its share of the columns, if a multiple of 16, and `epilogue_tile` is of a share.
         swizzle: log-free maximal swizzle of the tile order (1, 2, 4, 8). Run-time value.
         raster: tile order: "heuristic", "M" or "N". Run-time value.
         split_k: slices of K, 1 for none. Run-time value, except for "cluster_split".

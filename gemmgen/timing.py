@@ -22,7 +22,7 @@ LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call
 SETTLE_S = 1.0
 SPIN_CYCLES = 200_000  # before each call, and more where the host takes longer: 0.1 ms
-SPIN_CYCLES_PER_US = 1980
+SPIN_CYCLES_PER_US = 1980  # of a rested card; at its power limit a pause is up to a third longer
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,10 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
 
 
 def share_n(config: GemmConfig) -> int:
-    """Columns of a tile that one CTA finishes: all, but for CTAs that split K and have enough of them for each."""
+    """Columns of a tile that one CTA finishes: all, but where CTAs split K and share them.
+
+    A tile has one WGMMA's rows then: in a thread, the accumulators of a share follow one another.
+    """
     m, n, _ = config.tile_shape
     share = n // config.split_k
     is_shared = config.scheduler == CLUSTER_SPLIT and m == 64 and share * config.split_k == n and share % 16 == 0

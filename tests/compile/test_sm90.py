@@ -89,6 +89,7 @@ LEGAL = [
         signature(DType.F32, k_major=(True, False)), replace(SWAPPED, tile_shape=(64, 32, 64)), id="swapped-tf32"
     ),
     pytest.param(signature(), SPLIT, id="cluster-split"),
+    pytest.param(signature(), replace(SPLIT, tile_shape=(64, 64, 128)), id="cluster-shares"),
     pytest.param(signature(), replace(SPLIT, swapped=False), id="cluster-split-of-rows"),
 ]
 
@@ -154,6 +155,12 @@ REFUSED = [
     pytest.param(signature(), replace(SPLIT, split_k=3), "1, 2, 4 or 8", id="cluster-of-3"),
     pytest.param(signature(), replace(SPLIT, cluster_shape=(2, 1)), "share one tile", id="cluster-split-cluster"),
     pytest.param(
+        signature(),
+        replace(SPLIT, tile_shape=(64, 128, 32), stages=2),
+        "exchanges its sums in 32768",
+        id="stages-too-small-for-sums",
+    ),
+    pytest.param(
         signature(DType.F32, k_major=(True, False)),
         replace(SPLIT, tile_shape=(64, 32, 64)),
         "M contiguous",
@@ -183,7 +190,8 @@ def test_run_time_values_do_not_change_the_skeleton():
 
 def test_slices_of_a_cluster_are_compiled():
     text = render_skeleton(signature(), SPLIT.compiled(), SM90)
-    assert "gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 4>" in text
+    vectors = sum(value.kind in (Kind.ROW, Kind.COL, Kind.SCALAR) for value in signature().inputs)
+    assert f"gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 4, {vectors}>" in text
     assert "dim3(4, 1, 1)" in text
     assert text == render_skeleton(signature(), replace(SPLIT, swizzle=8, raster="N").compiled(), SM90)
 

@@ -1,7 +1,7 @@
 // A kernel layer for few tiles and a long K. The CTAs of a cluster share one tile: each accumulates its slice of K, and
-// then finishes its share of the columns; the first finishes all where shares would be too narrow. It adds what all
-// have summed for it, through distributed shared memory, in the order of the slices. No workspace, no counters to
-// clear. Not persistent: small CTAs may share an SM, so that one loads while another stores.
+// then finishes its share of the columns; or the first finishes all. Who finishes columns adds what all have summed of
+// them, through distributed shared memory, in the order of the slices. No workspace, no counters to clear. Not
+// persistent: small CTAs may share an SM, so that one loads while another stores.
 #pragma once
 #include <type_traits>
 
