@@ -16,7 +16,6 @@ from gemmgen.templates import render
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
-ACCUM_BYTES = 4
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
@@ -355,10 +354,11 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
     stages = MIN_STAGES if config.stages is None else config.stages
     if stages < MIN_STAGES:
         return f"stages = {stages}: the pipeline needs at least {MIN_STAGES}"
-    exchanged = m * n * ACCUM_BYTES if config.scheduler == CLUSTER_SPLIT and config.split_k > 1 else 0
-    if config.stages is not None and stages * stage_bytes < exchanged:
-        return f"stages = {stages}: {stages * stage_bytes} B, and a cluster exchanges its sums in {exchanged} of them"
-    need = stages * stage_bytes + _epilogue_bytes(signature, config)
+    exchanged = m * n * signature.accum.bytes if config.scheduler == CLUSTER_SPLIT and config.split_k > 1 else 0
+    staged = stages * stage_bytes
+    if config.stages is not None and staged < exchanged:
+        return f"stages = {stages}: they are {staged} B, and the cluster exchanges its sums in {exchanged} B of them"
+    need = staged + _epilogue_bytes(signature, config)
     if need > arch.smem_bytes:
         return f"{stages} stages and the epilogue need about {need} B of shared memory, more than {arch.smem_bytes}"
     return None
