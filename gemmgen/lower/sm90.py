@@ -357,7 +357,7 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
     exchanged = m * n * signature.accum.bytes if config.scheduler == CLUSTER_SPLIT and config.split_k > 1 else 0
     staged = stages * stage_bytes
     if config.stages is not None and staged < exchanged:
-        return f"stages = {stages}: they are {staged} B, and the cluster exchanges its sums in {exchanged} B of them"
+        return f"stages = {stages}: {staged} B are too few, the cluster exchanges its sums in {exchanged} B of stages"
     need = staged + _epilogue_bytes(signature, config)
     if need > arch.smem_bytes:
         return f"{stages} stages and the epilogue need about {need} B of shared memory, more than {arch.smem_bytes}"
