@@ -16,11 +16,12 @@ _cuda: Any = torch.cuda  # much of it has no annotations
 
 WARMUP_CALLS = 3
 # A rested H200 clocks at 1980 MHz; large products, one behind the other, bring it to its 700 W within tenths of a
-# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. Kernels rank differently in the two states, and
-# timed by another rhythm than that in which they will run: bench/results/tuner-state-h200.json.
+# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. What it does in the first seconds at its limit it
+# does not keep up: after up to 4.3 of them it clocked 8 % higher (settle-h200.json). Kernels rank differently in all
+# these states, and timed by another rhythm than that in which they will run: tuner-state-h200.json.
 LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call
-SETTLE_S = 1.0
+SETTLE_S = 5.0
 SPIN_CYCLES = 200_000  # before each call, and more where the host takes longer: 0.1 ms
 SPIN_CYCLES_PER_US = 1980  # of a rested card; at its power limit a pause is up to a third longer
 

@@ -21,7 +21,6 @@ from gemmgen.errors import CompileError, CompileForbidden, GemmgenError, Illegal
 from gemmgen.evaluate import TORCH_DTYPES
 from gemmgen.plan import Operands, Plan, run
 from gemmgen.timing import (
-    SETTLE_S,
     SPIN_CYCLES,
     SPIN_CYCLES_PER_US,
     ColdL2Recorder,
@@ -40,6 +39,7 @@ STAGES = ((3, 1.3), (7, 1.1))  # rounds, and how many times slower than the best
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 6
 MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
+SETTLE_S = 1.0  # of load before the first stage, where it is a long one: with pauses the ranks stay as they are then
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
 # Large products alone, one behind the other, draw more power than among the other kernels of a model or of a benchmark,
 # and rank differently: a pause before each, as a share of its time, makes up for these.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from gemmgen.arch import arch_named
 from gemmgen.config import GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.jit.build import build
-from gemmgen.jit.compile import compile_functor, compile_skeleton
+from gemmgen.jit.compile import Skeleton, compile_functor, compile_skeleton
 from gemmgen.jit.link import link
 from gemmgen.jit.toolchain import nvjitlink
 from gemmgen.lower.sm90 import SCHEDULES, lower_to_evt, promoted_chunks, reject_reason, render_skeleton
@@ -336,9 +337,15 @@ def test_builds_without_a_stack(value, config):
     assert built.stack_bytes == 0  # no spills, and no array that is indexed at run time
 
 
-def ptx(ltoir: bytes) -> str:
-    """The PTX of a kernel's LTO-IR."""
-    binding = nvjitlink()
+@functools.cache
+def compiled(value: Signature, config: GemmConfig) -> Skeleton:
+    return compile_skeleton(render_skeleton(value, config, SM90), SM90)
+
+
+@functools.cache
+def ptx(value: Signature, config: GemmConfig) -> str:
+    """The PTX of a kernel without its functors."""
+    binding, ltoir = nvjitlink(), compiled(value, config).ltoir
     linker = binding.create(3, [f"-arch=sm_{SM90.target}", "-lto", "-ptx"])
     binding.add_data(linker, binding.InputType.LTOIR, ltoir, len(ltoir), "skeleton")
     binding.complete(linker)
@@ -348,15 +355,33 @@ def ptx(ltoir: bytes) -> str:
     return text.decode(errors="replace")
 
 
+WIDE = replace(COOPERATIVE, tile_shape=(128, 224, 64))
+NARROW = replace(PINGPONG, tile_shape=(64, 112, 128))
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("value, config, wgmma", [
-    pytest.param(signature(), replace(COOPERATIVE, tile_shape=(128, 224, 64)), "m64n224k16", id="bf16"),
+    pytest.param(signature(), WIDE, "m64n224k16", id="bf16"),
     pytest.param(signature(), replace(COOPERATIVE, tile_shape=(256, 160, 64)), "m64n160k16", id="bf16-160-registers"),
-    pytest.param(signature(DType.I8), replace(PINGPONG, tile_shape=(64, 112, 128)), "m64n112k32", id="int8"),
+    pytest.param(signature(DType.I8), NARROW, "m64n112k32", id="int8"),
 ])  # fmt: skip
 def test_wgmmas_are_as_wide_as_the_tile(value, config, wgmma):
-    text = render_skeleton(value, config, SM90)
-    skeleton = compile_skeleton(text, SM90).ltoir
-    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx(skeleton))) == {wgmma}
-    functor = compile_functor(functors(text), SM90, name="functor")
-    assert link({"skeleton": skeleton, "functor": functor}, SM90).stack_bytes == 0  # refuses spills
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx(value, config))) == {wgmma}
+    functor = compile_functor(functors(render_skeleton(value, config, SM90)), SM90, name="functor")
+    linked = link({"skeleton": compiled(value, config).ltoir, "functor": functor}, SM90)  # refuses spills
+    assert linked.stack_bytes == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("value, config, loading_warps", [
+    pytest.param(signature(), WIDE, 1, id="cooperative"),
+    pytest.param(signature(DType.I8), NARROW, 1, id="pingpong"),
+    pytest.param(signature(inputs=(ROW, TILE)), PINGPONG, 2, id="tiles-of-the-epilogue"),
+    pytest.param(signature(inputs=(ROW, TILE)), SPLIT, 1, id="cluster-split"),
+])  # fmt: skip
+def test_each_warp_that_loads_waits_for_the_kernel_ahead(value, config, loading_warps):
+    """launch.hpp lets every sm90 kernel start early."""
+    text = ptx(value, config)
+    assert text.count("griddepcontrol.wait") == loading_warps
+    assert text.count("griddepcontrol.launch_dependents") >= 1
+    assert text.index("griddepcontrol.wait") < text.index("cp.async.bulk.tensor")

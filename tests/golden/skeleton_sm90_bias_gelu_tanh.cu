@@ -6,6 +6,9 @@
 #include "gemmgen/encode.hpp"
 #endif
 #if !defined(GEMMGEN_LAUNCHER) || !defined(__CUDA_ARCH__)  // the launcher has no device code
+// This kernel may start before the one ahead of it in the stream has ended: its warps that load tiles wait for that end,
+// and all others read and write only after they have had a tile. launch.hpp goes by this macro too.
+#define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "gemmgen/sm90_kernel.hpp"
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>

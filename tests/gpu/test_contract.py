@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -508,6 +508,42 @@ def test_a_graph_replays_with_new_inputs(path):
         dirty_memory()
         graph.replay()
         assert_exact(op, A, B, operands, results)
+
+
+SQUARE = 272
+SM90_PATHS = {name: path for name, path in PATHS.items() if path.config is not None and not path.lead}
+
+
+@gg.epilogue
+def step(accum, row: gg.Row, col: gg.Col, tile: gg.Tile, scalar: gg.Scalar):
+    return gg.sin(accum * 0.125 + row + col + tile) + scalar
+
+
+@pytest.mark.parametrize("is_graphed", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("path", [pytest.param(p, marks=gpu, id=name) for name, p in SM90_PATHS.items()])
+def test_a_kernel_that_starts_early_reads_what_the_one_ahead_has_written(path, is_graphed):
+    """Every operand is what the call before wrote, and every call overwrites what the one before has read."""
+    op = path.gemm(step)
+    first = torch.rand(SQUARE, SQUARE, device=CUDA).to(torch.bfloat16)
+
+    def steps(between: Callable[[], None] = lambda: None) -> list[Tensor]:
+        ring = [first.clone(), torch.full_like(first, torch.nan), torch.full_like(first, torch.nan)]
+        torch.cuda._sleep(20_000_000)  # all are in the queue before the first runs
+        for i in range(24):
+            now, after = ring[i % 3], ring[(i + 1) % 3]
+            op(now, now.mT, row=now[0], col=now[:, 0], tile=now, scalar=now[0, 0], out=after)
+            between()
+        return ring
+
+    one_by_one = steps(torch.cuda.synchronize)
+    assert not torch.equal(one_by_one[0], one_by_one[1])
+    found = steps()
+    if is_graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = steps()
+        graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(found, one_by_one, strict=True))
 
 
 CAPTURED_FIRST = """

@@ -130,6 +130,14 @@ class Launches {
   size_t added_ = 0;
 };
 
+// Whether the kernel itself waits for the one ahead of it in the stream before it reads or writes memory, so that the
+// driver may start it early.
+#ifdef CUTLASS_ENABLE_GDC_FOR_SM90
+constexpr bool kWaitsForKernelAhead = true;
+#else
+constexpr bool kWaitsForKernelAhead = false;
+#endif
+
 // Returns 0, a positive CUresult, or kCannotRun. The driver copies the parameters before it returns, also when it
 // captures the launch into a graph, so that they need not outlive the call.
 template <class Kernel>
@@ -138,11 +146,13 @@ int run(CUfunction function, Launch<Kernel> const& launch, dim3 cluster, CUstrea
   auto cleared = Kernel::initialize_workspace(launch.arguments, launch.workspace, stream, &adapter);
   if (cleared != cutlass::Status::kSuccess) { return kCannotRun; }
   dim3 grid = launch.grid, block = Kernel::get_block_shape();
-  CUlaunchAttribute attribute{};
-  attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  attribute.value.clusterDim = {cluster.x, cluster.y, cluster.z};
+  CUlaunchAttribute attributes[2] = {};
+  attributes[0].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  attributes[0].value.clusterDim = {cluster.x, cluster.y, cluster.z};
+  attributes[1].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attributes[1].value.programmaticStreamSerializationAllowed = kWaitsForKernelAhead;
   CUlaunchConfig config{grid.x, grid.y, grid.z, block.x, block.y, block.z, Kernel::SharedStorageSize, stream,
-                        &attribute, 1};
+                        attributes, 2};
   void* kernel_params[] = {const_cast<typename Kernel::Params*>(&launch.params)};
   return static_cast<int>(cuLaunchKernelEx(&config, function, kernel_params, nullptr));
 }

@@ -8,6 +8,7 @@
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/grid_dependency_control.h>
 #include <cutlass/cuda_host_adapter.hpp>
 #include <cutlass/cutlass.h>
 #include <cutlass/gemm/gemm_enumerated_types.h>
@@ -196,10 +197,12 @@ struct ClusterSplitKernel {
     Epilogue epilogue(params.epilogue, storage.epilogue);
     if (is_producer) {
       int const lane = cutlass::canonical_lane_idx();
+      cutlass::arch::wait_on_dependent_grids();
       auto inputs = mainloop.load_init(params.problem_shape, params.mainloop);
       mainloop.load(params.mainloop, pipeline, cutlass::make_producer_start_state<Pipeline>(), inputs, coord,
                     KTile{rank * k_tiles}, k_tiles, lane, 0, storage.mainloop);
       __syncwarp();
+      cutlass::arch::launch_dependent_grids();
       if constexpr (Splits > 1) { cluster_arrive(); }
       if (is_finisher && epilogue.is_producer_load_needed()) {
         auto state = epilogue.load(load_pipeline, cutlass::make_producer_start_state<LoadPipeline>(),
