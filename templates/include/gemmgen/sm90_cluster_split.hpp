@@ -202,7 +202,6 @@ struct ClusterSplitKernel {
       mainloop.load(params.mainloop, pipeline, cutlass::make_producer_start_state<Pipeline>(), inputs, coord,
                     KTile{rank * k_tiles}, k_tiles, lane, 0, storage.mainloop);
       __syncwarp();
-      cutlass::arch::launch_dependent_grids();
       if constexpr (Splits > 1) { cluster_arrive(); }
       if (is_finisher && epilogue.is_producer_load_needed()) {
         auto state = epilogue.load(load_pipeline, cutlass::make_producer_start_state<LoadPipeline>(),
@@ -219,6 +218,7 @@ struct ClusterSplitKernel {
       typename Mainloop::PipelineState state;
       mainloop.mma(pipeline, state, accum, k_tiles, threadIdx.x, storage.mainloop, params.mainloop);
       mainloop.mma_tail(pipeline, state, k_tiles);
+      cutlass::arch::launch_dependent_grids();
       if constexpr (Splits > 1) {
         auto sums = sums_of_share(accum, rank, storage);
         if (is_finisher) { store(epilogue, load_pipeline, params, share, sums, storage); }
