@@ -120,7 +120,9 @@ def test_long_products_are_timed_on_a_settled_card(device, monkeypatch):
     assert [row.time_us for row in entry.rows if row.way == Fused(CONFIGS[0])] == [1600.0]
 
 
-@pytest.mark.parametrize("best_us, spins", [(20.0, 200_000), (3000.0, 1_980_000)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "best_us, spins", [(20.0, 200_000), (1500.0, 990_000), (9000.0, 1_485_000)], ids=["small", "large", "largest"]
+)
 def test_large_products_are_timed_with_pauses(device, monkeypatch, best_us, spins):
     monkeypatch.setattr(tune, "SETTLE_S", 0.0)
     call = bound_call()
