@@ -41,8 +41,8 @@ FINALISTS = 6
 MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
 SETTLE_S = 1.0  # of load before the first stage, where it is a long one: with pauses the ranks stay as they are then
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
-# Large products alone, one behind the other, draw more power than among the other kernels of a model or of a benchmark,
-# and rank differently: a pause before each makes up for these. Others lose more, by bench/results/tuner-pause-h200.json:
+# Large products alone, one behind the other, draw more power than among the other kernels of a model or a benchmark,
+# and rank differently: a pause before each makes up for it. Others lose more, by bench/results/tuner-pause-h200.json:
 # none up to 4 %, and a third of a time above 5 ms, which leaves the card too cool, up to 6 %.
 PAUSE = 1 / 3  # of the best time
 MOST_PAUSE_US = 750.0
