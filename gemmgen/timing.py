@@ -16,8 +16,8 @@ _cuda: Any = torch.cuda  # much of it has no annotations
 
 WARMUP_CALLS = 3
 # A rested H200 clocks at 1980 MHz; large products, one behind the other, bring it to its 700 W within tenths of a
-# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. What it does in the first seconds at its limit it
-# does not keep up: after up to 4.3 of them it clocked 8 % higher (settle-h200.json). Kernels rank differently in all
+# second, and then to 1500 to 1650 MHz: bench/results/power-h200.json. In some mixes the clock stays low for the first
+# seconds at the limit (about 4 s in one of settle-h200.json) and then rises by 8 %. Kernels rank differently in all
 # these states, and timed by another rhythm than that in which they will run: tuner-state-h200.json.
 LONG_US = 1000.0  # of a sample
 LARGE_US = 100.0  # of a call

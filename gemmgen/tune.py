@@ -39,13 +39,18 @@ STAGES = ((3, 1.3), (7, 1.1))  # rounds, and how many times slower than the best
 VARIED = 3  # ways whose rasters and swizzles are tried
 FINALISTS = 6
 MOST_ORDERS = 2  # rasters and swizzles of one kernel among the finalists
-SETTLE_S = 1.0  # of load before the first stage, where it is a long one: with pauses the ranks stay as they are then
+SETTLE_S = 1.0  # of load before the first stage, where it is a long one: with pauses the first place is decided by then
 FINAL_S = 1.0  # after that no further round of a final starts, where it has had a few
 # Large products alone, one behind the other, draw more power than among the other kernels of a model or a benchmark,
-# and rank differently: a pause before each makes up for it. Others lose more, by bench/results/tuner-pause-h200.json:
-# none up to 4 %, and a third of a time above 5 ms, which leaves the card too cool, up to 6 %.
+# and rank differently: a pause before each makes up for it. By bench/results/tuner-pause-h200.json none loses up to
+# 4 %, 0.5 ms up to 1.9 %, and a third of a time above 5 ms, which leaves the card too cool, up to 6 %.
 PAUSE = 1 / 3  # of the best time
 MOST_PAUSE_US = 750.0
+# Calls with few rows are timed one behind the other, as they run in a model: a kernel that starts before the one ahead
+# has ended wins only there. Each has a B of its own, so that it is not in L2.
+CHAINED_CALLS = 4
+MOST_CHAINED_BYTES = 128 << 20  # of one B
+LEAST_B_OF_CHAIN = 16  # bytes for each of A
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -242,16 +247,18 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    left, best = dict(plans), 0.0
+    left, best, chain = dict(plans), 0.0, _chain(call)
     for stage, (few, limit) in enumerate(STAGES):
         # later stages find the card as the first one left it
-        medians = _measured(call, left, few, recorder or _paused(call, best), SETTLE_S if stage == 0 else 0.0)
+        medians = _measured(
+            call, left, chain, few, recorder or _paused(call, best), SETTLE_S if stage == 0 else 0.0
+        )
         best = min(medians.values())
         ratios |= {way: time_us / best for way, time_us in medians.items()}
         left = {way: left[way] for way in sorted(medians, key=medians.__getitem__) if medians[way] <= limit * best}
         if stage == 0:
             left |= _variants(call, dict(list(left.items())[:VARIED]))
-    final = _measured(call, _finalists(left), rounds, recorder or _paused(call, best))
+    final = _measured(call, _finalists(left), chain, rounds, recorder or _paused(call, best))
     slowest = max(final.values())  # nothing that was kept out of the final comes before what ran in it
     return {way: max(ratio * min(final.values()), slowest) for way, ratio in ratios.items()} | final
 
@@ -273,15 +280,31 @@ def _finalists(plans: Plans) -> Plans:
     return chosen
 
 
+def _chain(call: Call) -> list[tuple[Tensor, Tensor]]:
+    """The matrices of the calls that are timed one behind the other, each with a B of its own; of one call else."""
+    A, B = call.matrices
+    if B.nbytes > MOST_CHAINED_BYTES or B.nbytes < LEAST_B_OF_CHAIN * A.nbytes:
+        return [call.matrices]
+    copies = [B.clone() for _ in range(CHAINED_CALLS - 1)]
+    is_alike = all(copy.stride() == B.stride() for copy in copies)  # not where B is padded, or expanded
+    return [call.matrices, *((A, copy) for copy in copies)] if is_alike else [call.matrices]
+
+
 def _measured(
-    call: Call, plans: Mapping[Way, Plan], rounds: int, recorder: Recorder, settle_s: float = 0.0
+    call: Call,
+    plans: Mapping[Way, Plan],
+    chain: Sequence[tuple[Tensor, Tensor]],
+    rounds: int,
+    recorder: Recorder,
+    settle_s: float = 0.0,
 ) -> dict[Way, float]:
-    calls = {
-        str(index): functools.partial(run, plan, call.matrices, call.operands, call.device)
-        for index, plan in enumerate(plans.values())
-    }
+    def run_all(plan: Plan) -> None:
+        for matrices in chain:
+            run(plan, matrices, call.operands, call.device)
+
+    calls = {str(index): functools.partial(run_all, plan) for index, plan in enumerate(plans.values())}
     timings: dict[str, Timing] = measure(
-        calls, rounds, budget_s=FINAL_S, warmup=1, settle_s=settle_s, recorder=recorder
+        calls, rounds, budget_s=FINAL_S, calls=len(chain), warmup=1, settle_s=settle_s, recorder=recorder
     )
     return {way: timings[str(index)].median_us for index, way in enumerate(plans)}
 

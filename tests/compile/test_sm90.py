@@ -189,6 +189,13 @@ def test_run_time_values_do_not_change_the_skeleton():
     assert render_skeleton(signature(), tuned, SM90) == render_skeleton(signature(), config, SM90)
 
 
+def test_all_start_early_but_stream_k():
+    """Its memory is cleared right ahead of it."""
+    stream_k = replace(COOPERATIVE, scheduler="stream_k")
+    texts = [render_skeleton(signature(), config, SM90) for config in (COOPERATIVE, PINGPONG, SWAPPED, SPLIT, stream_k)]
+    assert ["#define CUTLASS_ENABLE_GDC_FOR_SM90\n" in text for text in texts] == [True, True, True, True, False]
+
+
 def test_slices_of_a_cluster_are_compiled():
     text = render_skeleton(signature(), SPLIT.compiled(), SM90)
     vectors = sum(value.kind in (Kind.ROW, Kind.COL, Kind.SCALAR) for value in signature().inputs)
@@ -380,7 +387,7 @@ def test_wgmmas_are_as_wide_as_the_tile(value, config, wgmma):
     pytest.param(signature(inputs=(ROW, TILE)), SPLIT, 1, id="cluster-split"),
 ])  # fmt: skip
 def test_each_warp_that_loads_waits_for_the_kernel_ahead(value, config, loading_warps):
-    """launch.hpp lets every sm90 kernel start early."""
+    """launch.hpp lets it start early. In the text the wait comes first, as it does in CUTLASS's kernels."""
     text = ptx(value, config)
     assert text.count("griddepcontrol.wait") == loading_warps
     assert text.count("griddepcontrol.launch_dependents") >= 1

@@ -520,21 +520,28 @@ def step(accum, row: gg.Row, col: gg.Col, tile: gg.Tile, scalar: gg.Scalar):
 
 
 @pytest.mark.parametrize("is_graphed", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("path", [pytest.param(p, marks=gpu, id=name) for name, p in SM90_PATHS.items()])
-def test_a_kernel_that_starts_early_reads_what_the_one_ahead_has_written(path, is_graphed):
-    """Every operand is what the call before wrote, and every call overwrites what the one before has read."""
+def test_a_kernel_that_starts_early_reads_what_the_one_ahead_has_written(path, buffers, is_graphed):
+    """Every operand is what the call before wrote; of two buffers, a call overwrites what the one before has read."""
     op = path.gemm(step)
     first = torch.rand(SQUARE, SQUARE, device=CUDA).to(torch.bfloat16)
 
+    def arguments(x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
+        return x, x.mT, {"row": x[0], "col": x[1], "tile": x, "scalar": x[0, 0]}
+
     def steps(between: Callable[[], None] = lambda: None) -> list[Tensor]:
-        ring = [first.clone(), torch.full_like(first, torch.nan), torch.full_like(first, torch.nan)]
+        ring = [first.clone(), *(torch.full_like(first, torch.nan) for _ in range(buffers - 1))]
         torch.cuda._sleep(20_000_000)  # all are in the queue before the first runs
         for i in range(24):
-            now, after = ring[i % 3], ring[(i + 1) % 3]
-            op(now, now.mT, row=now[0], col=now[:, 0], tile=now, scalar=now[0, 0], out=after)
+            A, B, operands = arguments(ring[i % buffers])
+            op(A, B, out=ring[(i + 1) % buffers], **operands)
             between()
         return ring
 
+    A, B, operands = arguments(first)
+    plan = op._op.runner.plan(A, B, op._named(operands), outs=[torch.empty_like(first)])
+    assert not plan.copies_matrices and not any(load.copied for load in plan.loads), "kernels of torch are in between"
     one_by_one = steps(torch.cuda.synchronize)
     assert not torch.equal(one_by_one[0], one_by_one[1])
     found = steps()
@@ -544,6 +551,28 @@ def test_a_kernel_that_starts_early_reads_what_the_one_ahead_has_written(path, i
             found = steps()
         graph.replay()
     assert all(torch.equal(x, y) for x, y in zip(found, one_by_one, strict=True))
+
+
+@gpu
+def test_a_captured_kernel_waits_for_another_stream_too():
+    """The kernel ahead of the second call is the first call, and work of another stream is between them."""
+    path = PATHS["fused"]
+    op, (A, B, operands) = path.gemm(kitchen), path.problem()
+    path.call(op, A, B, **operands)
+    other, final = torch.cuda.Stream(), A.clone()
+    A.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        path.call(op, A, B, **operands)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(2_000_000)
+            A.copy_(final)
+        torch.cuda.current_stream().wait_stream(other)
+        results = path.call(op, A, B, **operands)
+    graph.replay()
+    assert_exact(op, final, B, operands, results)
 
 
 CAPTURED_FIRST = """

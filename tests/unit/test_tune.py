@@ -35,16 +35,17 @@ def test_buckets_are_few_and_cover_every_m():
 
 
 class FakeRecorder:
-    """Times by the name of the kernel that ran last: `times_us`, or 100 for those that are not in it."""
+    """Times by the name of the kernel that ran last: `times_us` for each run, or 100 for those that are not in it."""
 
     def __init__(self, device, times_us):
         self.device, self.times_us, self.recorded = device, times_us, []
 
     def record(self, call):
+        before = len(self.device.ran)
         call()
-        name = self.device.ran[-1]
+        name, runs = self.device.ran[-1], len(self.device.ran) - before
         self.recorded.append(name)
-        return lambda: self.times_us.get(name, 100.0)
+        return lambda: runs * self.times_us.get(name, 100.0)
 
     def synchronize(self):
         pass
@@ -135,6 +136,33 @@ def test_large_products_are_timed_with_pauses(device, monkeypatch, best_us, spin
     monkeypatch.setattr(tune, "ColdL2Recorder", recorder)
     tune.measured(call, CONFIGS)
     assert spun == [200_000, spins, spins]  # nothing is known before the first stage
+
+
+def matrices_of_one_record(call, device, monkeypatch):
+    """A and B of the calls that one sample holds."""
+    found = []
+    monkeypatch.setattr(tune, "run", lambda plan, matrices, *_: found.append(matrices))
+    recorder = FakeRecorder(device, {})
+    monkeypatch.setattr(recorder, "record", lambda call: call() or (lambda: 1.0))
+    way = Fused(CONFIGS[0])
+    tune._measured(call, {way: None}, tune._chain(call), 1, recorder)
+    return found[: len(found) // 2]  # the other half is the warm-up's
+
+
+def test_calls_with_few_rows_are_timed_one_behind_the_other(device, monkeypatch):
+    A, B, operands = call_of(M=4)
+    found = matrices_of_one_record(runner().tunable(A, B, operands), device, monkeypatch)
+    assert len(found) == 4 and all(a is A for a, _ in found)
+    assert len({b.data_ptr() for _, b in found}) == 4, "none finds its B in L2"
+    assert all(torch.equal(b, B) and b.stride() == B.stride() for _, b in found)
+
+
+def test_calls_with_many_rows_or_a_padded_b_are_timed_alone(device, monkeypatch):
+    A, B, operands = call_of(M=64)
+    assert len(matrices_of_one_record(runner().tunable(A, B, operands), device, monkeypatch)) == 1
+    A, B, operands = call_of(M=4)
+    padded = torch.zeros(B.shape[1], B.shape[0] + 8).t()[:-8].copy_(B)
+    assert len(matrices_of_one_record(runner().tunable(A, padded, operands), device, monkeypatch)) == 1
 
 
 def test_finalists_are_of_several_kernels(device):
