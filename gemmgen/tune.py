@@ -47,10 +47,11 @@ FINAL_S = 1.0  # after that no further round of a final starts, where it has had
 PAUSE = 1 / 3  # of the best time
 MOST_PAUSE_US = 750.0
 # Calls with few rows are timed one behind the other, as they run in a model: a kernel that starts before the one ahead
-# has ended wins only there. Each has a B of its own, so that it is not in L2.
+# has ended wins only there. Each has a B of its own, so that it is not in L2, and all else is little.
 CHAINED_CALLS = 4
+MOST_CHAINED_ROWS = 256
 MOST_CHAINED_BYTES = 128 << 20  # of one B
-LEAST_B_OF_CHAIN = 16  # bytes for each of A
+LEAST_B_OF_CHAIN = 4  # bytes for each of what the calls share
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other
 
@@ -247,7 +248,7 @@ def _first_line(error: Exception) -> str:
 def _halved(call: Call, plans: Plans, rounds: int, recorder: Recorder | None) -> dict[Way, float]:
     """A time for each way. One that was dropped has its ratio to the best of its stage: stages do not compare."""
     ratios: dict[Way, float] = {}
-    left, best, chain = dict(plans), 0.0, _chain(call)
+    left, best, chain = dict(plans), 0.0, _chain(call, next(iter(plans.values())))
     for stage, (few, limit) in enumerate(STAGES):
         # later stages find the card as the first one left it
         medians = _measured(
@@ -280,14 +281,24 @@ def _finalists(plans: Plans) -> Plans:
     return chosen
 
 
-def _chain(call: Call) -> list[tuple[Tensor, Tensor]]:
-    """The matrices of the calls that are timed one behind the other, each with a B of its own; of one call else."""
+def _chain(call: Call, plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """The matrices of the calls that are timed one behind the other, each with a B of its own; of one call else.
+
+    Args:
+        plan: any of the call.
+    """
     A, B = call.matrices
-    if B.nbytes > MOST_CHAINED_BYTES or B.nbytes < LEAST_B_OF_CHAIN * A.nbytes:
+    shared = [A.nbytes, *(x.nbytes for x in call.operands.values() if isinstance(x, Tensor))]
+    shared += [math.prod(store.shape) * store.dtype.itemsize for store in plan.stores]
+    is_small = call.binding.extents.M <= MOST_CHAINED_ROWS and B.nbytes <= MOST_CHAINED_BYTES
+    # else a copy would be another problem to torch's products
+    is_plain = torch.empty_like(B, device="meta").stride() == B.stride() and B.data_ptr() % 16 == 0
+    if not is_small or not is_plain or B.nbytes < LEAST_B_OF_CHAIN * sum(shared):
         return [call.matrices]
-    copies = [B.clone() for _ in range(CHAINED_CALLS - 1)]
-    is_alike = all(copy.stride() == B.stride() for copy in copies)  # not where B is padded, or expanded
-    return [call.matrices, *((A, copy) for copy in copies)] if is_alike else [call.matrices]
+    try:
+        return [call.matrices, *((A, B.clone()) for _ in range(CHAINED_CALLS - 1))]
+    except torch.OutOfMemoryError:
+        return [call.matrices]
 
 
 def _measured(

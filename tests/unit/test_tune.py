@@ -144,25 +144,36 @@ def matrices_of_one_record(call, device, monkeypatch):
     monkeypatch.setattr(tune, "run", lambda plan, matrices, *_: found.append(matrices))
     recorder = FakeRecorder(device, {})
     monkeypatch.setattr(recorder, "record", lambda call: call() or (lambda: 1.0))
-    way = Fused(CONFIGS[0])
-    tune._measured(call, {way: None}, tune._chain(call), 1, recorder)
+    plans, _ = tune._planned(call, [Fused(CONFIGS[0])])
+    (plan,) = plans.values()
+    tune._measured(call, plans, tune._chain(call, plan), 1, recorder)
     return found[: len(found) // 2]  # the other half is the warm-up's
 
 
 def test_calls_with_few_rows_are_timed_one_behind_the_other(device, monkeypatch):
-    A, B, operands = call_of(M=4)
+    A, B, operands = call_of(M=8, N=128, K=512)
     found = matrices_of_one_record(runner().tunable(A, B, operands), device, monkeypatch)
     assert len(found) == 4 and all(a is A for a, _ in found)
     assert len({b.data_ptr() for _, b in found}) == 4, "none finds its B in L2"
     assert all(torch.equal(b, B) and b.stride() == B.stride() for _, b in found)
 
 
-def test_calls_with_many_rows_or_a_padded_b_are_timed_alone(device, monkeypatch):
-    A, B, operands = call_of(M=64)
+@pytest.mark.parametrize("M, N, K, is_padded", [(64, 128, 64, False), (8, 128, 8, False), (8, 128, 512, True)])
+def test_calls_with_many_rows_or_large_results_or_a_padded_b_are_timed_alone(device, monkeypatch, M, N, K, is_padded):
+    A, B, operands = call_of(M, N, K)
+    if is_padded:
+        B = torch.zeros(N, K + 8).t()[:-8].copy_(B)
     assert len(matrices_of_one_record(runner().tunable(A, B, operands), device, monkeypatch)) == 1
-    A, B, operands = call_of(M=4)
-    padded = torch.zeros(B.shape[1], B.shape[0] + 8).t()[:-8].copy_(B)
-    assert len(matrices_of_one_record(runner().tunable(A, padded, operands), device, monkeypatch)) == 1
+
+
+def test_without_memory_for_copies_calls_are_timed_alone(device, monkeypatch):
+    call = runner().tunable(*call_of(M=8, N=128, K=512))
+
+    def exhausted(self):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch.Tensor, "clone", exhausted)
+    assert len(matrices_of_one_record(call, device, monkeypatch)) == 1
 
 
 def test_finalists_are_of_several_kernels(device):
@@ -192,6 +203,7 @@ def test_what_is_kept_out_of_the_final_is_not_ahead_of_what_ran_in_it(device, mo
         return {way: times[way] for way in plans}
 
     monkeypatch.setattr(tune, "_measured", measured)
+    monkeypatch.setattr(tune, "_chain", lambda call, plan: [call.matrices])
     times = tune._halved(call, dict.fromkeys((first, second)), 25, FakeRecorder(device, {}))
     assert min(times, key=times.get) == second
     assert sorted(times.values())[1] == 22.0
