@@ -89,7 +89,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         **collective_values(signature, config),
         headers=(*swapped_header, _mainloop_header(signature, config), schedule.kernel_header),
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
-        # CUTLASS 4.2's stream-K does not compile so, and the clearing of its counters comes between it and any kernel
+        # CUTLASS 4.2's stream-K does not compile with it, and its counters are cleared between it and the kernel ahead
         starts_early=config.scheduler != "stream_k",
         extended_mma_shapes=_takes_extended_mma(signature, config),
         tile_m=tile_m,
