@@ -41,7 +41,7 @@ def test_an_unknown_group_is_named():
         select(["headline", "huge"])
 
 
-@pytest.mark.parametrize("shape", [Shape(m, 28672, 4096) for m in LLAMA_M if m <= 128] + [Shape(1000, 1003, 777)])
+@pytest.mark.parametrize("shape", [Shape(m, 28672, 4096) for m in (1, 16, 128, 256)] + [Shape(1000, 1003, 777)])
 def test_small_problems_go_through_graphs(shape):
     assert shape.is_small
 
