@@ -20,7 +20,7 @@ from torch import Tensor
 import gemmgen as gg
 from bench.results import ResultFile, Row
 from bench.settings import Settings
-from gemmgen import dispatcher
+from gemmgen import dispatcher, runtime, ways
 
 M, N, K = 128, 256, 64
 CALLS = 200  # between two waits for the GPU: fewer than a queue of launches holds
@@ -32,7 +32,9 @@ MEANINGS = {
     "gemmgen linear": "gg.linear(x, weight, op, bias=b)",
     "gemmgen module": "gg.nn.Linear",
     "gemmgen reduction": "op(x, w, bias=b), fused bias + ReLU + column sums",
+    "gemmgen split": "op(x, w, bias=b), split: cuBLAS, then the pointwise kernel",
     "gemmgen python": "op(x, w, bias=b) without the C++ dispatcher",
+    "gemmgen split python": "the split way without the C++ dispatcher",
     "F.linear": "F.linear(x, weight, b)",
     "F.linear + F.gelu": "the same function, unfused",
     "torch.empty": "the result alone",
@@ -67,15 +69,22 @@ def calls() -> dict[str, Callable[[], object]]:
     x, weight, bias = drawn(M, K), drawn(N, K), drawn(N)
     w, config = weight.t(), gg.GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
     op, sums = (gg.Gemm(e, config=config) for e in (gg.library.bias_gelu_tanh, gg.library.bias_relu_column_sums))
+    split = gg.Gemm(gg.library.bias_gelu_tanh)  # each has options of its own, and so is an op of its own
     with mock.patch.dict(os.environ, GEMMGEN_DISPATCHER="0"):  # ops that are made without the C++ dispatcher
-        slow = gg.Gemm(gg.library.bias_gelu_tanh, config=config, tune="off")  # options of its own: an op of its own
+        slow = gg.Gemm(gg.library.bias_gelu_tanh, config=config, tune="off")
+        slow_split = gg.Gemm(gg.library.bias_gelu_tanh, tune="off")
+    chosen = ways.Selection((ways.SPLIT,), "the suite measures it", ())
+    with mock.patch.object(runtime, "selected", lambda *_: chosen):  # plans are kept
+        split(x, w, bias=bias), slow_split(x, w, bias=bias)
     module = gg.nn.Linear(K, N, epilogue=op, device="cuda", dtype=torch.bfloat16)
     found: dict[str, Callable[[], object]] = {
         "gemmgen": lambda: op(x, w, bias=bias),
         "gemmgen linear": lambda: gg.linear(x, weight, op, bias=bias),
         "gemmgen module": lambda: module(x),
         "gemmgen reduction": lambda: sums(x, w, bias=bias),
+        "gemmgen split": lambda: split(x, w, bias=bias),
         "gemmgen python": lambda: slow(x, w, bias=bias),
+        "gemmgen split python": lambda: slow_split(x, w, bias=bias),
         "F.linear": lambda: F.linear(x, weight, bias),
         "F.linear + F.gelu": lambda: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
         "torch.empty": lambda: torch.empty((M, N), dtype=torch.bfloat16, device="cuda"),

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_FILE = "dispatcher.so"
-# the ops of torch that C++ calls, as its TorchOp numbers them
+# the ops of torch that C++ calls for a whole call, or for its accum, as its TorchOp and its Product number them
 TORCH_OPS = {"torch.mm": 1, "torch.addmm": 2, "torch.addmm, then relu_": 3, "torch._addmm_activation": 4}
+PRODUCTS = {"aten::mm.dtype": 1, "aten::_int_mm": 2}
 MAX_LOADS = 16
 MAX_DIMS = 3
 # c10::ScalarType, whose values torch never changes
@@ -99,6 +100,11 @@ class _Plan(ctypes.Structure):
         ("load_count", c_int32),
         ("finish_count", c_int32),
         ("finish_threads", c_uint32),
+        ("pointwise", c_void_p),
+        ("pointwise_threads", c_uint32),
+        ("pointwise_rows", c_uint32),
+        ("pointwise_tiles_n", c_uint32),
+        ("product", c_int32),
         ("torch_op", c_int32),
         ("torch_bias", c_int32),
         ("results", _Result * jit.load.MAX_OUTPUTS),
@@ -135,13 +141,9 @@ class DispatchedOp:
             name, bias = plan.plain_torch_op
             at = 2 + self._positions[bias] if bias is not None else 0
             return _Plan(context=load.current_context(), torch_op=TORCH_OPS[name], torch_bias=at)
-        assert plan.kernel is not None
         mirrored = _Plan(
             context=load.current_context(),
-            run=plan.kernel.entry,
-            kernel=plan.kernel.handle,
             args=ctypes.addressof(plan.args),
-            workspace_of=plan.kernel.workspace_of,
             args_bytes=ctypes.sizeof(plan.args),
             m_offset=jit.Args.m.offset,
             a_word=plan.a_word,
@@ -151,6 +153,7 @@ class DispatchedOp:
             finish_count=len(plan.finishes),
             finish_threads=pointwise.FINISH_THREADS,
         )
+        _fill_kernel(mirrored, plan)
         for result, store in zip(mirrored.results, plan.stores, strict=False):
             _fill_result(result, store, self._is_by_class)
         for mirror, given in zip(mirrored.loads, plan.loads, strict=False):
@@ -163,7 +166,7 @@ class DispatchedOp:
 
 
 def is_runnable(plan: Plan) -> bool:
-    """Whether C++ can run calls of `plan`: by a fused kernel whose operands are read where they are, or by torch.
+    """Whether C++ can run calls of `plan`: by torch, or by kernels whose operands are read where they are.
 
     A plan that another will replace is Python's, which sees when that is there. So is one of a call that was not
     measured where others of its class will be.
@@ -173,12 +176,25 @@ def is_runnable(plan: Plan) -> bool:
     if plan.plain_torch_op is not None:
         return plan.plain_torch_op.name in TORCH_OPS
     return (
-        plan.kernel is not None
+        (plan.kernel is not None or plan.plain_product in PRODUCTS)
         and not plan.copies_matrices
         and not any(given.copied for given in plan.loads)
         and len(plan.loads) <= MAX_LOADS
         and all(len(store.shape) <= MAX_DIMS for store in plan.stores)
     )
+
+
+def _fill_kernel(mirrored: _Plan, plan: Plan) -> None:
+    """The fused kernel, or the product and the pointwise kernel behind it."""
+    if plan.kernel is not None:
+        mirrored.run, mirrored.kernel = plan.kernel.entry, plan.kernel.handle
+        mirrored.workspace_of = plan.kernel.workspace_of
+        return
+    assert plan.module is not None and plan.plain_product is not None
+    tiles_m = -(-plan.binding.extents.M // pointwise.ROWS_PER_CTA)
+    mirrored.pointwise, mirrored.product = plan.module.function("gemmgen_pointwise"), PRODUCTS[plan.plain_product]
+    mirrored.pointwise_threads, mirrored.pointwise_rows = pointwise.THREADS, pointwise.ROWS_PER_CTA
+    mirrored.pointwise_tiles_n = plan.grid[0] // tiles_m
 
 
 def _fill_result(result: _Result, store: Store, is_by_class: bool) -> None:

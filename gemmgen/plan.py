@@ -109,6 +109,8 @@ class Plan:
             place, nor where the call was to be measured and could not be.
         spare: argument structs of finished calls, to be filled again; a launch has read its own when it returns.
         product: of a split plan: `product(A, B, accum)` writes A @ B into accum `[L, M, N]`.
+        plain_product: of a split plan: the op of torch that makes accum `[M, N]` of A and B as they are given, if one
+            does.
         torch_call: of a library plan: `torch_call(A, B, operands, D)` writes the only result.
         plain_torch_op: of a library plan: what makes that result of the tensors as they are given, if one op does.
         args: the argument struct without its pointers.
@@ -126,6 +128,7 @@ class Plan:
     module: jit.Module | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     product: Product | None = None
+    plain_product: str | None = None
     torch_call: TorchCall | None = None
     plain_torch_op: PlainTorchOp | None = None
     copies_matrices: bool = False
@@ -171,7 +174,9 @@ def fused_plan(binding: Binding, config: GemmConfig, built: BuiltKernel, target:
     )  # fmt: skip
 
 
-def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None = None) -> Plan:
+def pointwise_plan(
+    binding: EpilogueBinding, arch: Arch, product: Product | None = None, plain_product: str | None = None
+) -> Plan:
     """The plan of the pointwise kernel, over what `product` accumulates or, without one, over an accum of 0."""
     extents = binding.extents
     vector = _vector(binding)
@@ -189,8 +194,9 @@ def pointwise_plan(binding: EpilogueBinding, arch: Arch, product: Product | None
     tiles_m, tiles_n = pointwise.grid(extents.M, extents.N, vector)
     grid = (tiles_m * tiles_n, 1, min(extents.L, pointwise.MAX_GRID_Z))
     return Plan(
-        binding, way, args, _loads(binding), _stores(binding), finishes, module=module, grid=grid, product=product
-    )
+        binding, way, args, _loads(binding), _stores(binding), finishes,
+        module=module, grid=grid, product=product, plain_product=plain_product,
+    )  # fmt: skip
 
 
 def library_plan(binding: Binding, torch_call: TorchCall, plain: PlainTorchOp | None) -> Plan:

@@ -43,14 +43,21 @@ class TorchProduct:
     """How torch multiplies two matrices of one dtype into a wider accumulator.
 
     Attributes:
+        name: the op of torch that `one` is.
         one: `one(A, B, accum)` for `[M, K]`, `[K, N]` and `[M, N]`.
         many: the same for `[L, ...]`; None where torch has none.
         reject_reason: why it cannot run a call, or None.
     """
 
+    name: str
     one: Product
     many: Product | None
     reject_reason: Callable[[Binding, Arch], str | None]
+
+    def plain(self, binding: Binding) -> str | None:
+        """The op that makes accum of A and B as they are given; None where it takes more than one call of it."""
+        is_copied = binding.signature.a.dtype in EIGHT_BIT and (binding.a.copied or binding.b.copied)
+        return None if binding.extents.batched or is_copied else self.name
 
     def bound(self, binding: Binding) -> Product:
         """`product(A, B, accum)` for calls that are read as `binding` says, with accum `[M, N]` or `[L, M, N]`."""
@@ -178,11 +185,11 @@ def _is_one_product(binding: Binding) -> bool:
 
 
 PRODUCTS: dict[DType, TorchProduct] = {
-    DType.BF16: TorchProduct(_mm_widened, _bmm_widened, _never),
-    DType.F16: TorchProduct(_mm_widened, _bmm_widened, _never),
-    DType.F32: TorchProduct(_mm, _bmm, _never),
-    DType.I8: TorchProduct(_int_mm, None, _reject_int8),
-    **dict.fromkeys(FP8, TorchProduct(_scaled_mm, None, _reject_fp8)),
+    DType.BF16: TorchProduct("aten::mm.dtype", _mm_widened, _bmm_widened, _never),
+    DType.F16: TorchProduct("aten::mm.dtype", _mm_widened, _bmm_widened, _never),
+    DType.F32: TorchProduct("aten::mm", _mm, _bmm, _never),
+    DType.I8: TorchProduct("aten::_int_mm", _int_mm, None, _reject_int8),
+    **dict.fromkeys(FP8, TorchProduct("aten::_scaled_mm", _scaled_mm, None, _reject_fp8)),
 }
 
 

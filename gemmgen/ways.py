@@ -105,7 +105,8 @@ class Split:
 
     def plan(self, binding: Binding, target: Target) -> Plan:
         """The plan; its kernel needs NVRTC alone. Raises what `jit.build_module` raises."""
-        return pointwise_plan(binding, target.arch, PRODUCTS[binding.signature.a.dtype].bound(binding))
+        product = PRODUCTS[binding.signature.a.dtype]
+        return pointwise_plan(binding, target.arch, product.bound(binding), product.plain(binding))
 
 
 @dataclass(frozen=True)

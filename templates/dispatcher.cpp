@@ -1,4 +1,4 @@
-// The way of an eager call from torch's dispatcher to the launch of a fused kernel, without Python.
+// The way of an eager call from torch's dispatcher to its launches, without Python.
 //
 // gemmgen/dispatcher.py builds this file once per version of torch, and mirrors the structs below in ctypes.
 // A call is recognised by the metadata of its arguments. One that was not seen before runs in Python, through the
@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_addmm_activation.h>
+#include <ATen/ops/_int_mm.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -30,7 +31,7 @@
 
 namespace {
 
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 constexpr int kMaxArgsBytes = 2048;
 constexpr int kMaxKeyWords = 320;
 constexpr int kMaxResults = 8;
@@ -60,6 +61,9 @@ struct MClasses {
 
 // An op of torch that computes a whole call, in the place of a kernel of ours.
 enum class TorchOp : int32_t { kNone, kMm, kAddmm, kAddmmRelu, kAddmmGeluTanh };
+
+// The op of torch that makes what the pointwise kernel reads.
+enum class Product : int32_t { kNone, kMmDtype, kIntMm };
 
 struct Result {
   int64_t sizes[kMaxDims];
@@ -92,7 +96,7 @@ struct Finish {
 
 struct Plan {
   void* context;  // the CUDA context that the kernel was loaded into
-  Run run;
+  Run run;        // of a fused kernel; null where there is a `pointwise`
   void* kernel;
   const void* args;  // of the kernel, without pointers
   WorkspaceOf workspace_of;
@@ -101,6 +105,9 @@ struct Plan {
   int32_t a_word, b_word;
   int32_t result_count, load_count, finish_count;
   uint32_t finish_threads;
+  void* pointwise;  // gemmgen_pointwise, over what `product` makes
+  uint32_t pointwise_threads, pointwise_rows, pointwise_tiles_n;  // of a CTA, of its tile, and tiles along N
+  Product product;
   TorchOp torch_op;
   int32_t torch_bias;  // argument of the op: the bias of `torch_op`
   Result results[kMaxResults];
@@ -192,7 +199,8 @@ bool read_key(c10::ArrayRef<c10::IValue> arguments, const std::vector<char>& is_
 
 struct Owned {
   explicit Owned(const Plan& given)
-      : plan(given), args(static_cast<const char*>(given.args), static_cast<const char*>(given.args) + given.args_bytes) {}
+      : plan(given), args(bytes_of(given), bytes_of(given) + given.args_bytes) {}
+  static const char* bytes_of(const Plan& plan) { return static_cast<const char*>(plan.args); }
   Plan plan;
   std::vector<char> args;
 };
@@ -218,6 +226,24 @@ int finish(const Plan& plan, const Finish& last, const at::Tensor& partials, con
   return status;
 }
 
+at::Tensor product_of(const Plan& plan, const at::Tensor& A, const at::Tensor& B) {
+  return plan.product == Product::kIntMm ? at::_int_mm(A, B) : at::mm(A, B, at::kFloat);
+}
+
+// The one launch behind `product`, over all of its tiles.
+int run_pointwise(const Plan& plan, void* args, int64_t m, void* stream) {
+  const auto tiles_m = static_cast<unsigned>((m + plan.pointwise_rows - 1) / plan.pointwise_rows);
+  void* parameters[] = {args};
+  return driver.launch_kernel(plan.pointwise, tiles_m * plan.pointwise_tiles_n, 1, 1, plan.pointwise_threads, 1, 1, 0,
+                              stream, parameters, nullptr);
+}
+
+int run_fused(const Plan& plan, void* args, const at::TensorOptions& options, void* stream) {
+  const int64_t bytes = plan.workspace_of(args);
+  const at::Tensor workspace = bytes > 0 ? at::empty({bytes}, options.dtype(at::kByte)) : at::Tensor();
+  return plan.run(plan.kernel, args, workspace.defined() ? workspace.data_ptr() : nullptr, stream);
+}
+
 at::Tensor torch_result(const Plan& plan, c10::ArrayRef<c10::IValue> arguments) {
   const at::Tensor &A = arguments[0].toTensor(), &B = arguments[1].toTensor();
   if (plan.torch_op == TorchOp::kMm) return at::mm(A, B);
@@ -233,15 +259,16 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
   void* context = nullptr;
   if (driver.context_get_current(&context) != 0 || context != plan.context) return std::nullopt;
   if (plan.torch_op != TorchOp::kNone) return std::vector<at::Tensor>{torch_result(plan, arguments)};
-  const at::Tensor& A = arguments[0].toTensor();
+  const at::Tensor &A = arguments[0].toTensor(), &B = arguments[1].toTensor();
   void* stream = nullptr;
   if (driver.current_stream(A.get_device(), &stream) != 0) return std::nullopt;
 
   alignas(16) char args[kMaxArgsBytes];
   std::memcpy(args, owned.args.data(), owned.args.size());
   void** words = reinterpret_cast<void**>(args);
-  words[plan.a_word] = const_cast<void*>(A.const_data_ptr());
-  words[plan.b_word] = const_cast<void*>(arguments[1].toTensor().const_data_ptr());
+  const at::Tensor accum = plan.product == Product::kNone ? at::Tensor() : product_of(plan, A, B);
+  words[plan.a_word] = const_cast<void*>((accum.defined() ? accum : A).const_data_ptr());
+  words[plan.b_word] = const_cast<void*>(B.const_data_ptr());
   const int64_t m = A.size(-2);
   const auto m_of_args = static_cast<int32_t>(m);
   std::memcpy(args + plan.m_offset, &m_of_args, sizeof m_of_args);
@@ -262,7 +289,8 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
     std::array<int64_t, kMaxDims> sizes;
     std::copy_n(result.sizes, kMaxDims, sizes.begin());
     if (result.m_axis >= 0) sizes[result.m_axis] = m;
-    results.push_back(at::empty(c10::IntArrayRef(sizes.data(), result.dims), options.dtype(static_cast<c10::ScalarType>(result.scalar_type))));
+    const auto dtype = static_cast<c10::ScalarType>(result.scalar_type);
+    results.push_back(at::empty(c10::IntArrayRef(sizes.data(), result.dims), options.dtype(dtype)));
     words[result.word] = results.back().data_ptr();
   }
   std::array<at::Tensor, kMaxResults> partials;
@@ -271,10 +299,9 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
     partials[i] = at::empty({step.batches, step.count, step.kept}, options.dtype(at::kFloat));
     words[plan.results[plan.finishes[i].result].word] = partials[i].data_ptr();
   }
-  at::Tensor workspace;
-  if (const int64_t bytes = plan.workspace_of(args); bytes > 0) workspace = at::empty({bytes}, options.dtype(at::kByte));
-  void* scratch = workspace.defined() ? workspace.data_ptr() : nullptr;
-  if (plan.run(plan.kernel, args, scratch, stream) != 0) return std::nullopt;
+  const int status =
+      accum.defined() ? run_pointwise(plan, args, m, stream) : run_fused(plan, args, options, stream);
+  if (status != 0) return std::nullopt;
   for (int i = 0; i < plan.finish_count; ++i) {
     const Finish& last = plan.finishes[i];
     if (finish(plan, last, partials[i], results[last.result], stream) != 0) return std::nullopt;
@@ -387,9 +414,10 @@ EXPORTED void gemmgen_dispatcher_classify(const MClasses* given, int count) {
 
 EXPORTED int64_t gemmgen_dispatcher_representative(int64_t m) { return representative_of(m); }
 
-// Implements `gemmgen::<name>` for device key `device_key` and for Autograd, with Python behind `gemmgen::<name>.python`.
+// Implements `gemmgen::<name>` for the device key and for Autograd, with Python behind `gemmgen::<name>.python`.
 // `along_m`: the arguments that begin with M, where all M of a class have one plan; none where each has its own.
-EXPORTED void* gemmgen_dispatcher_implement(const char* name, const char* device_key, const int32_t* along_m, int count) {
+EXPORTED void* gemmgen_dispatcher_implement(const char* name, const char* device_key, const int32_t* along_m,
+                                            int count) {
   static auto* library = new torch::Library(torch::Library::IMPL, "gemmgen", std::nullopt, __FILE__, __LINE__);
   const std::string qualified = std::string("gemmgen::") + name;
   const auto python = c10::Dispatcher::singleton().findSchema({qualified, "python"});

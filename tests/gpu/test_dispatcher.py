@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import dispatcher
+from gemmgen import dispatcher, runtime, ways
 
 pytestmark = pytest.mark.gpu
 
@@ -188,3 +188,76 @@ def test_another_device():
         with torch.cuda.device(1):
             check(op, *there[:2], 2.0, there[2])
     check(op, A, B, 2.0, bias)
+
+
+# The split way: torch's product, and the pointwise kernel
+
+
+@pytest.fixture
+def split(monkeypatch):
+    chosen = ways.Selection((ways.SPLIT,), "as the test wants it", ())
+    monkeypatch.setattr(runtime, "selected", lambda *_: chosen)
+
+
+def without_reduction(number: int) -> gg.Gemm:
+    @gg.epilogue
+    def shifted(accum, shift: gg.Col, bias: gg.Row, residual: gg.Tile):
+        return gg.relu(accum + shift + bias) + residual + float(number)
+
+    return gg.Gemm(shifted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_split_calls_of_a_class_of_m_are_launched_by_cpp(split, dtype):
+    op = without_reduction({torch.bfloat16: 8, torch.float16: 9, torch.int8: 10}[dtype])
+    for M in (72, 65, 72, 66, 1088, 1025, 1030):
+        A, B, bias = call_of(M, N=136)
+        A, B = A.to(dtype), B.t().to(dtype).t()
+        operands = {"shift": integers(M, seed=3), "bias": bias, "residual": integers(M, 136, seed=4)}
+        want = op.reference(A, B, **operands)
+        D = op(A, B, **operands)
+        assert torch.equal(D.double(), want.to(D.dtype).double())
+    assert launches(op) == 5
+    assert "split" in op.explain(A, B, **operands)
+
+
+@pytest.mark.parametrize("M", [1, 64, 300])
+def test_split_calls_with_reductions_are_launched_by_cpp(split, M):
+    op = new_op(11, config=None)
+    before = launches(op)
+    A, B, bias = call_of(M)
+    for scale in (2.0, -1.0, 0.5):
+        check(op, A, B, scale, bias)
+    assert launches(op) == before + 2
+
+
+def test_split_calls_replay_in_a_graph_with_new_inputs(split):
+    op = new_op(12, config=None)
+    A, B, bias = call_of(200)
+    op(A, B, scale=2.0, bias=bias)
+    before = launches(op)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        D, sums = op(A, B, scale=2.0, bias=bias)
+    assert launches(op) == before + 1
+    for seed in range(3):
+        A.copy_(integers(200, 64, seed=seed + 20))
+        D.fill_(float("nan"))
+        sums.fill_(float("nan"))
+        graph.replay()
+        want_D, want_sums = op(A, B, scale=2.0, bias=bias)
+        assert torch.equal(D, want_D)
+        assert torch.equal(sums, want_sums)
+
+
+def test_split_calls_use_the_current_stream(split):
+    op = new_op(13, config=None)
+    A, B, bias = call_of()
+    check(op, A, B, 1.0, bias)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # tens of ms: a launch elsewhere would read A before it is filled
+        later = torch.empty_like(A).copy_(A)
+        D, _ = op(later, B, scale=1.0, bias=bias)
+    side.synchronize()
+    assert torch.equal(D, op(A, B, scale=1.0, bias=bias)[0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.shapes import LLAMA_M, SHAPES, Shape, group_of, select
+from bench.shapes import SHAPES, Shape, group_of, select
 
 
 def test_the_groups_have_the_agreed_shapes():

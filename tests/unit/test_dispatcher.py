@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gemmgen as gg
-from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan, runtime, tune
+from gemmgen import choose, dispatcher, doctor, jit, ops, pipeline, plan, runtime, tune, ways
 from gemmgen.dtypes import DType
 from gemmgen.errors import CompileError, LaunchError, OperandError
 from gemmgen.jit import load
@@ -37,7 +37,9 @@ LAUNCH = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
 )
-FINISH = 41  # the CUfunction of the fake module
+FINISH, POINTWISE = 41, 42  # the CUfunctions of the fake modules
+
+FLOAT = torch.float32
 
 _numbers = itertools.count()
 
@@ -59,6 +61,7 @@ class Fake:
     def __init__(self) -> None:
         self.context, self.status, self.stream, self.computes = 1, 0, 7, True
         self.streams: list[int] = []
+        self.grids: list[tuple[int, int, int]] = []  # of the pointwise kernel
         self.workspaces: list[int] = []
         self.callbacks = (
             RUN(self.run),
@@ -84,10 +87,33 @@ class Fake:
         return 0
 
     def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, parameters, extra) -> int:
-        assert (function, stream, bx) == (FINISH, self.stream, plan.pointwise.FINISH_THREADS)
+        assert stream == self.stream
+        if function == POINTWISE:
+            assert bx == plan.pointwise.THREADS
+            self.grids.append((gx, gy, gz))
+            return self.pointwise(jit.Args.from_address(parameters[0]))
+        assert (function, bx) == (FINISH, plan.pointwise.FINISH_THREADS)
         source, target = (ctypes.c_void_p.from_address(parameters[i]).value for i in (0, 1))
         count, kept, batches = (ctypes.c_int64.from_address(parameters[i]).value for i in (2, 3, 4))
         floats(target, batches, kept).copy_(floats(source, batches, count, kept).sum(1))
+        return 0
+
+    def pointwise(self, args) -> int:
+        """`scaled` or `shifted` of int32."""
+        if self.status:
+            return self.status
+        accum = floats(args.a.ptr, args.m, args.n).view(torch.int32).float()
+        inputs, rows = args.inputs, plan.pointwise.ROWS_PER_CTA
+        if inputs[2].ptr:
+            of_m, of_n = floats(inputs[0].ptr, args.m, 1), floats(inputs[1].ptr, args.n)
+            result = accum + of_m + of_n + floats(inputs[2].ptr, args.m, args.n)
+        else:
+            scale = floats(inputs[0].ptr, 1) if inputs[0].ptr else inputs[0].value
+            result = accum * scale + floats(inputs[1].ptr, args.n)
+            partials = torch.stack([tile.sum(0) for tile in result.split(rows)])
+            for output in (1, 2):
+                floats(args.outputs[output].ptr, *partials.shape).copy_(partials)
+        floats(args.outputs[0].ptr, args.m, args.n).copy_(result)
         return 0
 
     # of the kernel, whose tiles have one row
@@ -142,19 +168,20 @@ class FakeModule:
         self.fake = fake
 
     def function(self, name: str) -> int:
-        assert name == "gemmgen_finish"
-        return FINISH
+        return {"gemmgen_finish": FINISH, "gemmgen_pointwise": POINTWISE}[name]
 
     def launch(self, name, grid, block, arguments, stream, smem_bytes=0) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        self.fake.launch(FINISH, *grid, *block, 0, stream, ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)), None)
+        parameters = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
+        if status := self.fake.launch(self.function(name), *grid, *block, 0, stream, parameters, None):
+            raise LaunchError(f"status {status}")
 
 
 class Op:
     """An op whose device is the CPU. `in_python` counts the calls that came to Python."""
 
-    def __init__(self, epilogue, options=DEFAULT):
-        graph = pipeline.graph_of(epilogue, DType.F32)
+    def __init__(self, epilogue, options=DEFAULT, accum=DType.F32):
+        graph = pipeline.graph_of(epilogue, accum)
         self.name, self.in_python, self.recorded = f"dispatched_{next(_numbers)}", 0, 0
         self.operands = OperandSchema(graph.parameters, reserved={"A", "B", "out_dtype"})
         self.runner = Runner(lambda accum: graph, options)
@@ -178,7 +205,8 @@ class Op:
             return self.overload(*args, out_dtype=out_dtype)
 
     def __call__(self, A, B, **operands):
-        return self.overload(A, B, *self.operands.flat(operands))
+        # the fakes write float32, which is no default for int8
+        return self.overload(A, B, *self.operands.flat(operands), out_dtype=None if A.is_floating_point() else FLOAT)
 
     @property
     def launches(self) -> int:
@@ -449,6 +477,80 @@ def test_threads(fake):
         list(pool.map(work, range(4)))
     assert op.launches + op.in_python == 240
     assert op.launches > 200
+
+
+@pytest.fixture
+def split(fake, monkeypatch):
+    """Every call is torch's product, here of int8, and the pointwise kernel."""
+    monkeypatch.setattr(runtime, "selected", lambda *_: ways.Selection((ways.SPLIT,), "as the test wants it", ()))
+    return fake
+
+
+def int8_call_of(M: int):
+    A, B, bias = call_of(M)
+    return A.to(torch.int8), B.t().to(torch.int8).t(), bias
+
+
+def test_a_product_and_the_pointwise_kernel_are_launched_by_cpp(split):
+    op = Op(scaled, accum=DType.I32)
+    rows = plan.pointwise.ROWS_PER_CTA
+    for M, in_python in ((48, 1), (48, 1), (2 * rows + 1, 2), (48, 2), (2 * rows + 1, 2)):
+        A, B, bias = int8_call_of(M)
+        check(op(A, B, scale=2.0, bias=bias), A.float(), B.float(), 2.0, bias)
+        assert op.in_python == in_python
+        assert split.grids[-1] == (-(-M // rows), 1, 1)
+        assert op.runner.plan(A, B, {"scale": 2.0, "bias": bias}, FLOAT).way == "split"
+    assert op.launches == 3
+    assert not split.streams  # no fused kernel ran
+
+
+def test_all_m_of_a_class_have_one_split_plan_and_grids_of_their_own(split):
+    op = Op(shifted, accum=DType.I32)
+    rows = plan.pointwise.ROWS_PER_CTA
+    for M, in_python in ((rows + 65, 1), (rows + 72, 1), (rows + 66, 1), (rows + 73, 2), (rows + 65, 2)):
+        A, B, _ = int8_call_of(M)
+        operands = shifted_call_of(M)[2]
+        want = (A.float() @ B.float()) + operands["shift"][:, None] + operands["bias"] + operands["residual"]
+        assert torch.equal(op(A, B, **operands), want)
+        assert op.in_python == in_python, M
+        assert split.grids[-1] == (-(-M // rows), 1, 1)
+    assert op.launches == 3
+
+
+def test_numbers_of_a_split_call_are_read_every_time(split):
+    op = Op(scaled, accum=DType.I32)
+    A, B, bias = int8_call_of(48)
+    for scale in (2.0, -3.0, torch.tensor(4.0), 0.5):
+        check(op(A, B, scale=scale, bias=bias), A.float(), B.float(), scale, bias)
+    assert op.in_python == 2
+
+
+def test_a_refused_launch_of_the_pointwise_kernel_is_reported_by_python(split):
+    op = Op(scaled, accum=DType.I32)
+    A, B, bias = int8_call_of(48)
+    op(A, B, scale=2.0, bias=bias)
+    split.status = 700
+    with pytest.raises(LaunchError, match="700"):
+        op(A, B, scale=2.0, bias=bias)
+    assert (op.in_python, op.launches) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda A, B: (A[None], B),
+        lambda A, B: (A, B.contiguous()),
+        lambda A, B: (A.t().contiguous().t(), B),
+    ],
+    ids=["a batch", "B that is copied", "A that is copied"],
+)
+def test_products_of_more_than_one_op_are_pythons(split, change):
+    op = Op(scaled, accum=DType.I32)
+    A, B, bias = int8_call_of(48)
+    for _ in range(3):
+        D, *_ = op(*change(A, B), scale=2.0, bias=bias)
+        assert torch.equal(D.view(48, 32), A.float() @ B.float() * 2.0 + bias)
+    assert (op.in_python, op.launches) == (3, 0)
 
 
 TORCHS = {
