@@ -99,6 +99,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
+        loads_edges=not _takes_a_from_registers(signature),
         promoted_chunks=promoted_chunks(config) if is_promoted(signature, config) else 0,
         stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],
@@ -455,10 +456,15 @@ def _takes_extended_mma(signature: Signature, config: GemmConfig) -> bool:
     return config.tile_shape[1] not in CUTE_WIDTHS and not is_promoted(signature, config)
 
 
+def _takes_a_from_registers(signature: Signature) -> bool:
+    """Whether WGMMA reads A from registers, and so in any order, in the place of shared memory."""
+    return signature.a.dtype is DType.F32 and not signature.a.k_major
+
+
 def _mainloop_header(signature: Signature, config: GemmConfig) -> str:
     if is_promoted(signature, config):
         return "gemmgen/sm90_promoted.hpp"
-    operands = "rs" if signature.a.dtype is DType.F32 and not signature.a.k_major else "ss"  # A in registers or shared
+    operands = "rs" if _takes_a_from_registers(signature) else "ss"
     return f"cutlass/gemm/collective/sm90_mma_tma_gmma_{operands}_warpspecialized.hpp"
 
 

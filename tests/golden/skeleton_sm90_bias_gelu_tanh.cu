@@ -7,8 +7,10 @@
 #endif
 #if !defined(GEMMGEN_LAUNCHER) || !defined(__CUDA_ARCH__)  // the launcher has no device code
 // This kernel may start before the one ahead of it in the stream has ended: its warps that load tiles wait for that end,
-// and all others read and write only after they have had a tile. launch.hpp goes by this macro too.
+// and all others read and write only after they have had a tile, but for prefetches to L2, which sees what is written
+// later. launch.hpp goes by this macro too.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
+#include "gemmgen/sm90_edges.hpp"
 #include "gemmgen/sm90_kernel.hpp"
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
@@ -37,12 +39,13 @@ using Store0 = gemmgen::StoreD;  // output 0: tile bf16, as D
 using Visitor = gemmgen::FunctorVisitor<0, cute::tuple<Load0>,
                                         cute::tuple<Store0>, Functor0>;
 using Epilogue = Epi::Collective<ClusterShape, ElementAccum, Visitor>;
-using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
     cutlass::bfloat16_t, cutlass::layout::RowMajor, 8,
     cutlass::bfloat16_t, cutlass::layout::ColumnMajor, 8,
     ElementAccum, TileShape, ClusterShape, cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>,
     cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+using Mainloop = gemmgen::EdgeMainloop<WholeMainloop>;
 using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
                                                     cutlass::gemm::PersistentScheduler>;
 

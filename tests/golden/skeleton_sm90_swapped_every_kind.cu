@@ -7,8 +7,10 @@
 #endif
 #if !defined(GEMMGEN_LAUNCHER) || !defined(__CUDA_ARCH__)  // the launcher has no device code
 // This kernel may start before the one ahead of it in the stream has ended: its warps that load tiles wait for that end,
-// and all others read and write only after they have had a tile. launch.hpp goes by this macro too.
+// and all others read and write only after they have had a tile, but for prefetches to L2, which sees what is written
+// later. launch.hpp goes by this macro too.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
+#include "gemmgen/sm90_edges.hpp"
 #include "gemmgen/sm90_kernel.hpp"
 #include <gemmgen/sm90_swapped.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
@@ -59,12 +61,13 @@ using Store2 = gemmgen::ColPartials<Epi, gemmgen::Sum>;  // output 2: sum to col
 using Visitor = gemmgen::FunctorVisitor<0, cute::tuple<Load0, Load1, Load2, Load3, Load4, Load5>,
                                         cute::tuple<Store0, Store1, Store2>, Functor0, Functor1, Functor2>;
 using Epilogue = Epi::Collective<ClusterShape, ElementAccum, Visitor>;
-using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
     cutlass::bfloat16_t, cutlass::layout::RowMajor, 8,
     cutlass::bfloat16_t, cutlass::layout::ColumnMajor, 8,
     ElementAccum, TileShape, ClusterShape, cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>,
     cutlass::gemm::KernelTmaWarpSpecialized>::CollectiveOp;
+using Mainloop = gemmgen::EdgeMainloop<WholeMainloop>;
 using Kernel = gemmgen::ClusterSplitKernel<Mainloop, Epilogue, 2, 3>;
 
 #ifndef GEMMGEN_LAUNCHER
