@@ -205,14 +205,42 @@ def scaled(accum, row: gg.Row, alpha: gg.Scalar):
     return gg.relu(accum * alpha + row)
 
 
+# in the clusters of some config: a tile of few rows beside a whole one, and beside one that lies beyond; the same of N
+EDGES = ((264, 520, 200), (200, 456, 136), (392, 1000, 72), (129, 136, 1032))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.label)
 def test_every_config_is_exact_on_integers(config):
     # a wide epilogue tile leaves no registers for a reduction
     op = gg.Gemm(scaled if config.epilogue_tile else scaled_with_sums, config=config)
-    for M, N, K in ((1024, 768, 512), (264, 520, 200)):
+    for M, N, K in ((1024, 768, 512), *EDGES):
         A, B = matrices(M, N, K, "nt", torch.bfloat16)
         operands = {"row": integers(N, dtype=torch.bfloat16, device=CUDA), "alpha": 2.0}
         assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
+@pytest.mark.parametrize("cluster", [(2, 1), (1, 2)], ids=str)
+def test_edges_of_matrices_without_k_contiguous_are_exact_on_integers(cluster):
+    op = gg.Gemm(scaled_with_sums, config=gg.GemmConfig("sm90", (128, 128, 64), cluster, "cooperative"))
+    for M, N, K in EDGES:
+        A, B = matrices(M, N, K, "tn", torch.bfloat16)
+        operands = {"row": integers(N, dtype=torch.bfloat16, device=CUDA), "alpha": 2.0}
+        assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "batch"])
+def test_what_is_loaded_in_the_place_of_rows_beyond_stays_out_of_the_results(lead):
+    """The first rows of A and columns of B, which are loaded there, have no finite element."""
+    op = gg.Gemm(scaled, config=gg.GemmConfig("sm90", (128, 192, 64), (2, 1), "pingpong", (64, 64)))
+    for M, N, K in EDGES:
+        A, B = matrices(M, N, K, "nt", torch.bfloat16, lead=lead)
+        A[..., :32, :], B[..., :32] = float("nan"), float("inf")
+        operands = {"row": integers(*lead, N, dtype=torch.bfloat16, device=CUDA), "alpha": 2.0}
+        out = torch.full((*lead, M, N), float("nan"), device=CUDA, dtype=torch.bfloat16)
+        op(A, B, out=out, **operands)
+        want = op.reference(A, B, **operands)
+        assert torch.equal(out[..., 32:, 32:].double(), want[..., 32:, 32:].to(out.dtype).double())
+        assert not out[..., :32, :].isfinite().any()
 
 
 def swapped(tile: tuple[int, int, int], schedule: str = "pingpong", **fields) -> gg.GemmConfig:
