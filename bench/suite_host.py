@@ -69,13 +69,15 @@ def calls() -> dict[str, Callable[[], object]]:
     x, weight, bias = drawn(M, K), drawn(N, K), drawn(N)
     w, config = weight.t(), gg.GemmConfig("sm90", (64, 128, 64), (1, 1), "pingpong")
     op, sums = (gg.Gemm(e, config=config) for e in (gg.library.bias_gelu_tanh, gg.library.bias_relu_column_sums))
-    split = gg.Gemm(gg.library.bias_gelu_tanh)  # each has options of its own, and so is an op of its own
+    split = gg.Gemm(gg.library.bias_gelu_tanh)  # each has options that no other has, and so is an op of its own
     with mock.patch.dict(os.environ, GEMMGEN_DISPATCHER="0"):  # ops that are made without the C++ dispatcher
         slow = gg.Gemm(gg.library.bias_gelu_tanh, config=config, tune="off")
         slow_split = gg.Gemm(gg.library.bias_gelu_tanh, tune="off")
     chosen = ways.Selection((ways.SPLIT,), "the suite measures it", ())
     with mock.patch.object(runtime, "selected", lambda *_: chosen):  # plans are kept
-        split(x, w, bias=bias), slow_split(x, w, bias=bias)
+        for pinned in (split, slow_split):
+            pinned(x, w, bias=bias)
+            assert pinned._op.runner.plan(x, w, {"bias": bias}).way == "split"
     module = gg.nn.Linear(K, N, epilogue=op, device="cuda", dtype=torch.bfloat16)
     found: dict[str, Callable[[], object]] = {
         "gemmgen": lambda: op(x, w, bias=bias),

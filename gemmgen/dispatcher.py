@@ -102,8 +102,7 @@ class _Plan(ctypes.Structure):
         ("finish_threads", c_uint32),
         ("pointwise", c_void_p),
         ("pointwise_threads", c_uint32),
-        ("pointwise_rows", c_uint32),
-        ("pointwise_tiles_n", c_uint32),
+        ("pointwise_ctas", c_uint32),
         ("product", c_int32),
         ("torch_op", c_int32),
         ("torch_bias", c_int32),
@@ -191,10 +190,8 @@ def _fill_kernel(mirrored: _Plan, plan: Plan) -> None:
         mirrored.workspace_of = plan.kernel.workspace_of
         return
     assert plan.module is not None and plan.plain_product is not None
-    tiles_m = -(-plan.binding.extents.M // pointwise.ROWS_PER_CTA)
     mirrored.pointwise, mirrored.product = plan.module.function("gemmgen_pointwise"), PRODUCTS[plan.plain_product]
-    mirrored.pointwise_threads, mirrored.pointwise_rows = pointwise.THREADS, pointwise.ROWS_PER_CTA
-    mirrored.pointwise_tiles_n = plan.grid[0] // tiles_m
+    mirrored.pointwise_threads, mirrored.pointwise_ctas = pointwise.THREADS, plan.grid[0]
 
 
 def _fill_result(result: _Result, store: Store, is_by_class: bool) -> None:

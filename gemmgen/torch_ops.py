@@ -43,7 +43,7 @@ class TorchProduct:
     """How torch multiplies two matrices of one dtype into a wider accumulator.
 
     Attributes:
-        name: the op of torch that `one` is.
+        name: the op of torch that `one` is, in an entry of `PRODUCTS`.
         one: `one(A, B, accum)` for `[M, K]`, `[K, N]` and `[M, N]`.
         many: the same for `[L, ...]`; None where torch has none.
         reject_reason: why it cannot run a call, or None.
@@ -55,7 +55,7 @@ class TorchProduct:
     reject_reason: Callable[[Binding, Arch], str | None]
 
     def plain(self, binding: Binding) -> str | None:
-        """The op that makes accum of A and B as they are given; None where it takes more than one call of it."""
+        """The op that makes accum of A and B as they are given; None for batches, and where one is copied first."""
         is_copied = binding.signature.a.dtype in EIGHT_BIT and (binding.a.copied or binding.b.copied)
         return None if binding.extents.batched or is_copied else self.name
 

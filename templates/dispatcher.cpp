@@ -106,7 +106,7 @@ struct Plan {
   int32_t result_count, load_count, finish_count;
   uint32_t finish_threads;
   void* pointwise;  // gemmgen_pointwise, over what `product` makes
-  uint32_t pointwise_threads, pointwise_rows, pointwise_tiles_n;  // of a CTA, of its tile, and tiles along N
+  uint32_t pointwise_threads, pointwise_ctas;  // the same for all M of a class
   Product product;
   TorchOp torch_op;
   int32_t torch_bias;  // argument of the op: the bias of `torch_op`
@@ -230,12 +230,10 @@ at::Tensor product_of(const Plan& plan, const at::Tensor& A, const at::Tensor& B
   return plan.product == Product::kIntMm ? at::_int_mm(A, B) : at::mm(A, B, at::kFloat);
 }
 
-// The one launch behind `product`, over all of its tiles.
-int run_pointwise(const Plan& plan, void* args, int64_t m, void* stream) {
-  const auto tiles_m = static_cast<unsigned>((m + plan.pointwise_rows - 1) / plan.pointwise_rows);
+int run_pointwise(const Plan& plan, void* args, void* stream) {
   void* parameters[] = {args};
-  return driver.launch_kernel(plan.pointwise, tiles_m * plan.pointwise_tiles_n, 1, 1, plan.pointwise_threads, 1, 1, 0,
-                              stream, parameters, nullptr);
+  return driver.launch_kernel(plan.pointwise, plan.pointwise_ctas, 1, 1, plan.pointwise_threads, 1, 1, 0, stream,
+                              parameters, nullptr);
 }
 
 int run_fused(const Plan& plan, void* args, const at::TensorOptions& options, void* stream) {
@@ -299,8 +297,7 @@ std::optional<std::vector<at::Tensor>> run(const Owned& owned, c10::ArrayRef<c10
     partials[i] = at::empty({step.batches, step.count, step.kept}, options.dtype(at::kFloat));
     words[plan.results[plan.finishes[i].result].word] = partials[i].data_ptr();
   }
-  const int status =
-      accum.defined() ? run_pointwise(plan, args, m, stream) : run_fused(plan, args, options, stream);
+  const int status = accum.defined() ? run_pointwise(plan, args, stream) : run_fused(plan, args, options, stream);
   if (status != 0) return std::nullopt;
   for (int i = 0; i < plan.finish_count; ++i) {
     const Finish& last = plan.finishes[i];

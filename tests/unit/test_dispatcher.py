@@ -486,35 +486,41 @@ def split(fake, monkeypatch):
     return fake
 
 
-def int8_call_of(M: int):
-    A, B, bias = call_of(M)
+def int8_call_of(M: int, N: int = 32):
+    A, B, bias = call_of(M, N)
     return A.to(torch.int8), B.t().to(torch.int8).t(), bias
 
 
-def test_a_product_and_the_pointwise_kernel_are_launched_by_cpp(split):
+@pytest.mark.parametrize("N", [32, 1040])
+def test_a_product_and_the_pointwise_kernel_are_launched_by_cpp(split, N):
     op = Op(scaled, accum=DType.I32)
-    rows = plan.pointwise.ROWS_PER_CTA
+    rows, columns = plan.pointwise.ROWS_PER_CTA, plan.pointwise.COLUMN_LANES * plan.pointwise.MAX_VECTOR
     for M, in_python in ((48, 1), (48, 1), (2 * rows + 1, 2), (48, 2), (2 * rows + 1, 2)):
-        A, B, bias = int8_call_of(M)
+        A, B, bias = int8_call_of(M, N)
         check(op(A, B, scale=2.0, bias=bias), A.float(), B.float(), 2.0, bias)
         assert op.in_python == in_python
-        assert split.grids[-1] == (-(-M // rows), 1, 1)
+        assert split.grids[-1] == (-(-M // rows) * -(-N // columns), 1, 1)
         assert op.runner.plan(A, B, {"scale": 2.0, "bias": bias}, FLOAT).way == "split"
     assert op.launches == 3
     assert not split.streams  # no fused kernel ran
 
 
-def test_all_m_of_a_class_have_one_split_plan_and_grids_of_their_own(split):
+def test_all_m_of_a_class_have_one_split_plan(split):
     op = Op(shifted, accum=DType.I32)
-    rows = plan.pointwise.ROWS_PER_CTA
-    for M, in_python in ((rows + 65, 1), (rows + 72, 1), (rows + 66, 1), (rows + 73, 2), (rows + 65, 2)):
+    for M, in_python in ((129, 1), (136, 1), (130, 1), (137, 2), (129, 2), (1025, 3), (1088, 3)):
         A, B, _ = int8_call_of(M)
         operands = shifted_call_of(M)[2]
         want = (A.float() @ B.float()) + operands["shift"][:, None] + operands["bias"] + operands["residual"]
         assert torch.equal(op(A, B, **operands), want)
         assert op.in_python == in_python, M
-        assert split.grids[-1] == (-(-M // rows), 1, 1)
-    assert op.launches == 3
+    assert op.launches == 4
+
+
+def test_all_m_of_a_class_take_as_many_ctas():
+    """C++ launches the grid of the plan."""
+    for M in range(1, 20000):
+        most = representative_of(Extents(M, 8, 8, 1, False)).M
+        assert plan.pointwise.grid(M, 8, 8) == plan.pointwise.grid(most, 8, 8)
 
 
 def test_numbers_of_a_split_call_are_read_every_time(split):
@@ -532,7 +538,25 @@ def test_a_refused_launch_of_the_pointwise_kernel_is_reported_by_python(split):
     split.status = 700
     with pytest.raises(LaunchError, match="700"):
         op(A, B, scale=2.0, bias=bias)
-    assert (op.in_python, op.launches) == (2, 0)
+    assert (op.in_python, op.launches, len(split.grids)) == (2, 0, 3)  # C++ tried, and then Python
+
+
+def test_split_calls_in_another_context_are_left_to_python(split):
+    op = Op(scaled, accum=DType.I32)
+    A, B, bias = int8_call_of(48)
+    for context, in_python in ((1, 1), (2, 2), (2, 2), (1, 3)):
+        split.context = context
+        check(op(A, B, scale=2.0, bias=bias), A.float(), B.float(), 2.0, bias)
+        assert op.in_python == in_python
+
+
+def test_operands_that_are_copied_first_are_pythons(split):
+    op = Op(scaled, accum=DType.I32)
+    A, B, _ = int8_call_of(48)
+    wide = torch.arange(64.0)
+    for _ in range(3):
+        check(op(A, B, scale=2.0, bias=wide[::2]), A.float(), B.float(), 2.0, wide[::2])
+    assert (op.in_python, op.launches) == (3, 0)
 
 
 @pytest.mark.parametrize(
