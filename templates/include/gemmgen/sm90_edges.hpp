@@ -12,16 +12,15 @@
 
 namespace gemmgen {
 
-constexpr int kEdgeRows = 32;  // about as many rows of a tile are loaded at once, and as many at most beyond the tensor
+constexpr int kEdgeRows = 32;  // as many rows of a tile are loaded at once, or fewer, or as many as an atom needs
 
 // Rows of a block of a tile of `tile` rows, of which each of `multicast` CTAs loads whole atoms of the layout in shared
-// memory; `tile` where there are no such blocks.
+// memory, by powers of two of them, as swizzles need; `tile` where there are no such blocks.
 constexpr int edge_rows(int tile, int atom, int multicast) {
-  int const least = atom * multicast;
-  if (tile % least != 0) { return tile; }
-  int count = kEdgeRows / least;
-  while (count > 1 && tile / least % count != 0) { --count; }
-  return count > 1 ? least * count : least;
+  int rows = atom * multicast;
+  if (tile % rows != 0) { return tile; }
+  while (2 * rows <= kEdgeRows && tile % (2 * rows) == 0) { rows *= 2; }
+  return rows;
 }
 
 // The element types that a collective makes its descriptors with.
