@@ -12,7 +12,7 @@
 
 namespace gemmgen {
 
-constexpr int kEdgeRows = 32;  // as many rows of a tile are loaded at once, or fewer, or as many as an atom needs
+constexpr int kEdgeRows = 32;  // of a block, where layouts allow: so few may still be filled in
 
 // Rows of a block of a tile of `tile` rows, of which each of `multicast` CTAs loads whole atoms of the layout in shared
 // memory, by powers of two of them, as swizzles need; `tile` where there are no such blocks.
@@ -36,10 +36,12 @@ struct TmaElements<Base, std::void_t<typename Base::InternalElementA>> {
 };
 
 // A or B of a collective. Tiler: (rows, K) of its tile, Rows: of a block of it, Multicast: the CTAs that share a tile.
+// Which descriptor loads a tile depends on that tile alone, as the CTAs that share it must load it alike.
 template <class Op, class Element, class Stride, class SmemLayout, class Tiler, int Rows, int Multicast>
 struct EdgeOperand {
   static constexpr int kTile = cute::size<0>(Tiler{});
   static constexpr int kBlocks = kTile / Rows;
+  static constexpr bool kHasBlocks = kBlocks > 1;
   using Block = cute::Shape<cute::Int<Rows>, cute::tuple_element_t<1, Tiler>>;
   using Stage = decltype(SmemLayout{}(cute::_, cute::_, cute::Int<0>{}));
   using BlockLayout = decltype(cute::flat_divide(Stage{}, Block{})(cute::_, cute::_, cute::_0{}, cute::_0{}));
@@ -50,16 +52,34 @@ struct EdgeOperand {
     auto tensor = cute::make_tensor(ptr, cute::make_layout(extents, stride));
     return cute::make_tma_copy(Op{}, tensor, BlockLayout{}, Block{}, cute::Int<Multicast>{});
   }
-  using Copy = decltype(make_copy(nullptr, cute::repeat_like(Stride{}, int32_t(0)), Stride{}));
+  struct NoCopy {};
+  using Copy = cute::conditional_t<
+      kHasBlocks, decltype(make_copy(nullptr, cute::repeat_like(Stride{}, int32_t(0)), Stride{})), NoCopy>;
+
+  CUTLASS_HOST_DEVICE static bool has_cut_tile(int rows) { return kHasBlocks && rows % kTile != 0; }
 
   // What loads blocks; empty where no tile is cut by the end of the tensor.
   template <class Extents>
   static Copy copy_of(Element const* ptr, Extents const& extents, Stride const& stride) {
-    return cute::get<0>(extents) % kTile == 0 ? Copy{} : Copy(make_copy(ptr, extents, stride));
+    if constexpr (kHasBlocks) {
+      if (has_cut_tile(cute::get<0>(extents))) { return make_copy(ptr, extents, stride); }
+    }
+    return {};
   }
 
-  // What loads tile `tile` of a tensor of `rows` rows, a K tile at a time: `(barrier, k, stage)`. The CTAs that share
-  // the tile load it alike.
+  CUTLASS_DEVICE static void prefetch(Copy const& copy, int rows) {
+    if constexpr (kHasBlocks) {
+      if (has_cut_tile(rows)) { cute::prefetch_tma_descriptor(copy.get_tma_descriptor()); }
+    }
+  }
+
+  // Whether a tile is not to be loaded as CUTLASS does it.
+  CUTLASS_DEVICE static bool is_edge(int tile, int rows) {
+    return kHasBlocks ? (tile + 1) * kTile > rows : tile * kTile >= rows;
+  }
+
+  // What loads tile `tile` of a tensor of `rows` rows, or the first one in the place of one beyond, a K tile at a time:
+  // `(barrier, k, stage)`.
   template <class Whole, class Data>
   CUTLASS_DEVICE static auto loader(Whole const& whole, Copy const& copy, Data const& smem, int rows, int k_tiles,
                                     int batches, int tile, int batch, uint32_t rank, uint16_t mask) {
@@ -67,24 +87,28 @@ struct EdgeOperand {
     auto const extents = make_shape(rows, k_tiles * size<1>(Block{}), batches);
     int const here = tile * kTile < rows ? tile : 0;
     auto tiles = local_tile(whole.get_tma_tensor(extents), Tiler{}, make_coord(here, _, batch));  // (ROWS,BLK_K,k)
-    auto blocks = local_tile(copy.get_tma_tensor(extents), Block{}, make_coord(_, _, batch));  // (ROWS,BLK_K,blocks,k)
-    auto from_tile = whole.get_slice(rank).partition_S(tiles);                     // (TMA,TMA_M,TMA_K,k)
-    auto to_tile = whole.get_slice(rank).partition_D(smem);                        // (TMA,TMA_M,TMA_K,PIPE)
-    auto from = copy.get_slice(rank).partition_S(blocks);                          // (TMA,TMA_M,TMA_K,blocks,k)
-    auto to = copy.get_slice(rank).partition_D(flat_divide(smem, Block{}));        // (TMA,TMA_M,TMA_K,blocks,1,PIPE)
-    int const first = tile * kBlocks, valid = (rows + Rows - 1) / Rows;
-    bool const is_cut = here == tile && (tile + 1) * kTile > rows;
-    return [=, &whole, &copy](auto& barrier, int k, int stage) {
-      if (!is_cut) {
-        cute::copy(whole.with(barrier, mask), from_tile(_, _, _, k), to_tile(_, _, _, stage));
-        return;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kBlocks; ++i) {
-        int const block = first + i < valid ? first + i : 0;
-        cute::copy(copy.with(barrier, mask), from(_, _, _, block, k), to(_, _, _, i, _0{}, stage));
-      }
+    auto from_tile = whole.get_slice(rank).partition_S(tiles);  // (TMA,TMA_M,TMA_K,k)
+    auto to_tile = whole.get_slice(rank).partition_D(smem);     // (TMA,TMA_M,TMA_K,PIPE)
+    auto load_tile = [=, &whole](auto& barrier, int k, int stage) {
+      cute::copy(whole.with(barrier, mask), from_tile(_, _, _, k), to_tile(_, _, _, stage));
     };
+    if constexpr (!kHasBlocks) {
+      return load_tile;
+    } else {
+      auto blocks = local_tile(copy.get_tma_tensor(extents), Block{}, make_coord(_, _, batch));
+      auto from = copy.get_slice(rank).partition_S(blocks);                    // (TMA,TMA_M,TMA_K,blocks,k)
+      auto to = copy.get_slice(rank).partition_D(flat_divide(smem, Block{}));  // (TMA,TMA_M,TMA_K,blocks,1,PIPE)
+      int const first = here * kBlocks, valid = (rows + Rows - 1) / Rows;
+      bool const is_cut = (here + 1) * kTile > rows;
+      return [=, &copy](auto& barrier, int k, int stage) {
+        if (!is_cut) { return load_tile(barrier, k, stage); }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBlocks; ++i) {
+          int const block = first + i < valid ? first + i : 0;
+          cute::copy(copy.with(barrier, mask), from(_, _, _, block, k), to(_, _, _, i, _0{}, stage));
+        }
+      };
+    }
   }
 };
 
@@ -125,13 +149,19 @@ struct EdgeMainloop : Base {
             OperandB::copy_of(b, cute::make_shape(N, K, L), args.dB), M, N, L};
   }
 
+  CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
+    Base::prefetch_tma_descriptors(params);
+    OperandA::prefetch(params.edge_a, params.rows);
+    OperandB::prefetch(params.edge_b, params.columns);
+  }
+
   template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState write,
                            cute::tuple<TensorA, TensorB> const& inputs, BlockCoord const& coord, KTileIterator k_tile,
                            int k_tile_count, int thread, uint32_t rank, TensorStorage& storage) {
     using namespace cute;
     auto const [m, n, k, l] = coord;
-    if ((m + 1) * size<0>(TileShape{}) <= params.rows && (n + 1) * size<1>(TileShape{}) <= params.columns) {
+    if (!OperandA::is_edge(m, params.rows) && !OperandB::is_edge(n, params.columns)) {
       return Base::load(params, pipeline, write, inputs, coord, k_tile, k_tile_count, thread, rank, storage);
     }
     if (!elect_one_sync()) { return; }
