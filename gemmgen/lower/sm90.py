@@ -82,12 +82,13 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     """
     schedule = SCHEDULES[config.kernel_schedule]
     tile_m, tile_n, tile_k = config.tile_shape
-    vectors = _vectors(signature.swapped() if config.swapped else signature)
+    computed = signature.swapped() if config.swapped else signature
+    vectors = _vectors(computed)
     swapped_header = ("gemmgen/sm90_swapped.hpp",) if config.swapped else ()
     return render(
         "sm90.cu.jinja",
         **collective_values(signature, config),
-        headers=(*swapped_header, _mainloop_header(signature, config), schedule.kernel_header),
+        headers=(*swapped_header, _mainloop_header(computed, config), schedule.kernel_header),
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         # CUTLASS 4.2's stream-K does not compile with it, and its counters are cleared between it and the kernel ahead
         starts_early=config.scheduler != "stream_k",
@@ -99,7 +100,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         epilogue_tile=epilogue_tile(config),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
-        loads_edges=not _takes_a_from_registers(signature),
+        loads_edges=not _takes_a_from_registers(computed),
         promoted_chunks=promoted_chunks(config) if is_promoted(signature, config) else 0,
         stages=stage_count(config),
         scheduler=SCHEDULERS[config.scheduler],

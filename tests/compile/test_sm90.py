@@ -283,7 +283,8 @@ def test_promotion_takes_the_widest_chunks_that_leave_registers(tile, schedule, 
 def test_only_exact_fp8_is_promoted():
     exact = replace(COOPERATIVE, tile_shape=(128, 192, 128))
     fast = replace(exact, kernel_schedule="cooperative_fast_accum")
-    assert "gemmgen::PromotedMainloop<UnpromotedMainloop, 2>" in render_skeleton(signature(DType.E4M3), exact, SM90)
+    promoted = "gemmgen::PromotedMainloop<gemmgen::EdgeMainloop<WholeMainloop>, 2>"
+    assert promoted in render_skeleton(signature(DType.E4M3), exact, SM90)
     assert "PromotedMainloop" not in render_skeleton(signature(DType.E4M3), fast, SM90)
     assert "PromotedMainloop" not in render_skeleton(signature(DType.I8), exact, SM90)
 
@@ -319,6 +320,9 @@ BUILT = [
         id="swapped",
     ),
     pytest.param(signature(DType.I8, inputs=(ROW, TILE)), SPLIT, id="swapped-cluster-split"),
+    pytest.param(
+        signature(DType.F32, k_major=(True, False)), replace(SWAPPED, tile_shape=(64, 32, 64)), id="swapped-tf32"
+    ),
     pytest.param(
         signature(DType.E4M3, inputs=(ROW, COL, TILE, TILE, SCALAR), outputs=(D, D, SUM_OVER_M, MAX_OVER_N)),
         replace(COOPERATIVE, tile_shape=(128, 256, 128)),
