@@ -26,7 +26,9 @@ MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
 SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
 SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
-OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what TMA fills in beyond M or N
+# of the whole device, beside its memory: what lies beyond M or N. Fitted to kernels that left it to TMA to fill in, which
+# cost more than what sm90_edges.hpp loads in its place
+OUTSIDE_BYTES_PER_CLOCK = 4000
 L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
@@ -380,7 +382,7 @@ def _step_cycles(
 ) -> float:
     """One k tile of the mainloop: the slower of its tensor cores and its loads, where `active` CTAs load at once."""
     (tm, tn, tk), (cm, cn) = config.tile_shape, config.cluster_shape
-    rows, columns = min(tm, extents.M), min(tn, extents.N)  # nothing is loaded beyond the edges
+    rows, columns = min(tm, extents.M), min(tn, extents.N)
     in_flight = IN_FLIGHT_BYTES_PER_CLOCK * (rows + columns) / (tm + tn)
     loads = min(SM_PEAK_BYTES_PER_CLOCK, SM_BYTES_PER_CLOCK * sm_count / active, in_flight)
     return max(tm * tn * tk / macs_per_clock, tk * (rows / cn + columns / cm) * signature.a.dtype.bytes / loads)
