@@ -26,8 +26,8 @@ MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
 SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
 SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
-# of the whole device, beside its memory: what lies beyond M or N. Fitted to kernels that left it to TMA to fill in, which
-# cost more than what sm90_edges.hpp loads in its place
+# of the whole device, beside its memory: what lies beyond M or N. Fitted to kernels that left it to TMA to fill in, and
+# lost more by that than by what sm90_edges.hpp loads in its place
 OUTSIDE_BYTES_PER_CLOCK = 4000
 L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
