@@ -268,7 +268,7 @@ def _reject_cluster_split(signature: Signature, config: GemmConfig) -> str | Non
         return f"split_k = {config.split_k}: a cluster has 1, 2, 4 or 8 CTAs to share a tile"
     if config.cluster_shape != (1, 1):
         return f"cluster_shape {config.cluster_shape}: the CTAs of a cluster share one tile"
-    if signature.a.dtype is DType.F32 and not signature.a.k_major:
+    if _takes_a_from_registers(signature):
         return "the mainloop of tf32 A with M contiguous has kernels of its own only"
     return None
 
@@ -324,7 +324,7 @@ def share_n(config: GemmConfig) -> int:
 
 
 def _transposes_b(signature: Signature) -> bool:
-    return signature.a.dtype is DType.F32 and not signature.a.k_major and not signature.b.k_major
+    return _takes_a_from_registers(signature) and not signature.b.k_major
 
 
 def is_promoted(signature: Signature, config: GemmConfig) -> bool:

@@ -44,7 +44,11 @@ def call_of(M: int = 64, N: int = 128, K: int = 64):
 
 
 def check(op: gg.Gemm, A, B, scale, bias):
-    D, sums = op(A, B, scale=scale, bias=bias)
+    assert_exact(op, op(A, B, scale=scale, bias=bias), A, B, scale, bias)
+
+
+def assert_exact(op: gg.Gemm, results, A, B, scale, bias):
+    D, sums = results
     want_D, want_sums = op.reference(A, B, scale=scale, bias=bias)
     assert torch.equal(D.double(), want_D.to(D.dtype).double())
     assert torch.equal(sums.double(), want_sums.to(sums.dtype).double())
@@ -82,8 +86,8 @@ def test_numbers_are_read_at_every_call():
         check(op, A, B, scale, bias)
 
 
-def test_the_current_stream_is_used():
-    op = new_op(4)
+def run_on_another_stream(op: gg.Gemm) -> None:
+    """The second call of `op` is on a stream that has yet to fill A."""
     A, B, bias = call_of()
     check(op, A, B, 1.0, bias)
     side = torch.cuda.Stream()
@@ -92,7 +96,12 @@ def test_the_current_stream_is_used():
         later = torch.empty_like(A).copy_(A)
         D, _ = op(later, B, scale=1.0, bias=bias)
     side.synchronize()
+    assert launches(op) == 1
     assert torch.equal(D, op(A, B, scale=1.0, bias=bias)[0])
+
+
+def test_the_current_stream_is_used():
+    run_on_another_stream(new_op(4))
 
 
 def test_graph_replays_with_new_inputs():
@@ -255,20 +264,8 @@ def test_split_calls_replay_in_a_graph_with_new_inputs(split):
         D.fill_(float("nan"))
         sums.fill_(float("nan"))
         graph.replay()
-        want_D, want_sums = op.reference(A, B, scale=2.0, bias=bias)
-        assert torch.equal(D.double(), want_D.to(D.dtype).double())
-        assert torch.equal(sums.double(), want_sums.to(sums.dtype).double())
+        assert_exact(op, (D, sums), A, B, 2.0, bias)
 
 
 def test_split_calls_use_the_current_stream(split):
-    op = new_op(13, config=None)
-    A, B, bias = call_of()
-    check(op, A, B, 1.0, bias)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)  # tens of ms: a launch elsewhere would read A before it is filled
-        later = torch.empty_like(A).copy_(A)
-        D, _ = op(later, B, scale=1.0, bias=bias)
-    side.synchronize()
-    assert launches(op) == 1
-    assert torch.equal(D, op(A, B, scale=1.0, bias=bias)[0])
+    run_on_another_stream(new_op(13, config=None))
