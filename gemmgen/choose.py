@@ -39,6 +39,7 @@ START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory unt
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
 LARGE_CLUSTERS = 0.92  # of those that the SMs would hold: of 33 clusters of four fewer than 32 are resident at once
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
+SWIZZLES = (1, 2, 4, 8)
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
 EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72, "single": 0.66}
@@ -75,7 +76,7 @@ REJECT: dict[str, Rejector] = {
     "sm80": sm80.reject_reason,
     "sm100": sm100.reject_reason,
 }
-RUN_TIME_VALUES = {"swizzle": (1, 2, 4, 8), "raster": ("heuristic", "M", "N")}
+RUN_TIME_VALUES = {"swizzle": SWIZZLES, "raster": ("heuristic", "M", "N")}
 
 
 def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
@@ -271,22 +272,24 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
 
 
 def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
-    """`config` with the widest swizzle that hardly pads the grid, and a raster that goes with it.
+    """`config` with the widest swizzle that costs nothing, and a raster that goes with it.
 
-    CUTLASS rounds the tiles of both axes up to the swizzle times the cluster, and computes the empty tiles. Without a
-    swizzle a raster along the longer side would stream all of the other operand once for each row of tiles; the
-    heuristic takes the shorter side.
+    Groups of tiles keep what they share in L2. CUTLASS's stream-K rounds the tiles of both axes up to the swizzle times
+    the cluster, and computes the empty tiles; our own order of tiles (sm90_scheduler.hpp) does not, but a group holds
+    no more clusters than there are. Without a swizzle a raster along the longer side would stream all of the other
+    operand once for each row of tiles; the heuristic takes the shorter side.
     """
     if config.family != "sm90" or config.scheduler == CLUSTER_SPLIT:
         return config
-    extents = _kernel_extents(extents, config)
-    (tm, tn, _), (cm, cn) = config.tile_shape, config.cluster_shape
-    rows, columns = _rounded(math.ceil(extents.M / tm), cm), _rounded(math.ceil(extents.N / tn), cn)
-    swizzle = next(
-        s for s in (8, 4, 2, 1)
-        if s == 1 or _rounded(rows, s * cm) * _rounded(columns, s * cn) <= MOST_PADDING * rows * columns
-    )  # fmt: skip
-    return replace(config, swizzle=swizzle, raster=config.raster if swizzle > 1 else "heuristic")
+    (rows, columns), (cm, cn) = _grid(_kernel_extents(extents, config), config), config.cluster_shape
+    if config.scheduler == "stream_k":
+        swizzle = next(
+            s for s in SWIZZLES[::-1]
+            if s == 1 or _rounded(rows, s * cm) * _rounded(columns, s * cn) <= MOST_PADDING * rows * columns
+        )  # fmt: skip
+        return replace(config, swizzle=swizzle, raster=config.raster if swizzle > 1 else "heuristic")
+    minor = {"M": columns // cn, "N": rows // cm}.get(config.raster, max(rows // cm, columns // cn))
+    return replace(config, swizzle=next(s for s in SWIZZLES if s >= minor or s == SWIZZLES[-1]))
 
 
 def rejections(signature: Signature, arch: Arch, family: str) -> list[str]:

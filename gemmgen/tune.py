@@ -118,7 +118,8 @@ def _kept(
 ) -> Entry:
     before = tuned.find(key)
     known = before.failures if before is not None and configs is None else {}
-    candidates = [way for way in candidates_of(call, configs, most) if way not in known]
+    failed = set(map(_kernel_of, known))
+    candidates = [way for way in candidates_of(call, configs, most) if _kernel_of(way) not in failed]
     plans, failures = _planned(call, candidates)
     plans, wrong = _checked(call, plans)
     times = _halved(call, plans, rounds, recorder) if plans else {}
@@ -275,11 +276,16 @@ def _finalists(plans: Plans) -> Plans:
     chosen: Plans = {}
     kernels: Counter[object] = Counter()
     for way, plan in plans.items():
-        kernel = way.config.compiled() if isinstance(way, Fused) else way
+        kernel = _kernel_of(way)
         if len(chosen) < FINALISTS and kernels[kernel] < MOST_ORDERS:
             chosen[way] = plan
             kernels[kernel] += 1
     return chosen
+
+
+def _kernel_of(way: Way) -> object:
+    """The same for all orders of one kernel's tiles."""
+    return way.config.compiled() if isinstance(way, Fused) else way
 
 
 def _chain(call: Call, plan: Plan) -> list[tuple[Tensor, Tensor]]:
@@ -333,6 +339,7 @@ def _variants(call: Call, plans: Plans) -> Plans:
 
 
 def _orders(call: Call, config: GemmConfig) -> list[GemmConfig]:
-    widest = choose.fitted_to(call.binding.extents, config).swizzle
-    swizzles = dict.fromkeys((widest, 1))
-    return [replace(config, raster=raster, swizzle=s) for raster in ("M", "N") for s in swizzles]
+    """Both rasters, each with its widest swizzle and the next narrower one."""
+    widest = [choose.fitted_to(call.binding.extents, replace(config, raster=raster)) for raster in ("M", "N")]
+    orders = [order for fitted in widest for order in (fitted, replace(fitted, swizzle=max(fitted.swizzle // 2, 1)))]
+    return list(dict.fromkeys(orders))

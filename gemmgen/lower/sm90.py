@@ -65,7 +65,7 @@ SCHEDULES = {
     "single_fast_accum": Schedule("KernelTmaWarpSpecializedFP8FastAccum", *_SINGLE, True, schedulers=(CLUSTER_SPLIT,)),
 }
 SCHEDULERS = {
-    "persistent": "cutlass::gemm::PersistentScheduler",
+    "persistent": "gemmgen::GroupedTiles",
     "stream_k": "cutlass::gemm::StreamKScheduler",
     CLUSTER_SPLIT: "",  # a kernel of its own
 }
@@ -84,11 +84,15 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     tile_m, tile_n, tile_k = config.tile_shape
     computed = signature.swapped() if config.swapped else signature
     vectors = _vectors(computed)
+    by_warp = stores_by_warp(signature, config.swapped)
     swapped_header = ("gemmgen/sm90_swapped.hpp",) if config.swapped else ()
+    warp_header = ("gemmgen/sm90_warp_epilogue.hpp",) if by_warp else ()
+    scheduler_header = ("gemmgen/sm90_scheduler.hpp",) if config.scheduler == "persistent" else ()
     return render(
         "sm90.cu.jinja",
         **collective_values(signature, config),
-        headers=(*swapped_header, _mainloop_header(computed, config), schedule.kernel_header),
+        headers=(*swapped_header, *warp_header, *scheduler_header, _mainloop_header(computed, config), schedule.kernel_header),
+        stores_by_warp=by_warp,
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         # CUTLASS 4.2's stream-K does not compile with it, and its counters are cleared between it and the kernel ahead
         starts_early=config.scheduler != "stream_k",
@@ -139,11 +143,12 @@ def lower_to_evt(signature: Signature, swapped: bool = False) -> EvtTree:
     """
     layout = TileLayout(swapped)
     c_index, d_index = _c_index(signature), _d_index(signature)
+    by_warp = stores_by_warp(signature, swapped)
     return EvtTree(
         c=layout.operand(signature.inputs[c_index] if c_index >= 0 else None, f"x.inputs[{c_index}]"),
         d=layout.operand(signature.outputs[d_index] if d_index >= 0 else None, f"x.outputs[{d_index}]"),
         d_index=d_index,
-        loads=tuple(_load(i, value, i == c_index, layout) for i, value in enumerate(signature.inputs)),
+        loads=tuple(_load(i, value, i == c_index, layout, by_warp) for i, value in enumerate(signature.inputs)),
         functors=tuple(_functor(i, signature) for i in range(len(signature.outputs))),
         stores=tuple(_store(i, value, i == d_index, layout) for i, value in enumerate(signature.outputs)),
     )
@@ -441,6 +446,11 @@ def _argument_statements(config: GemmConfig, vectors: Sequence[str]) -> list[str
     return []
 
 
+def stores_by_warp(signature: Signature, swapped: bool) -> bool:
+    """Whether each warp stores its part of D itself: where D is the only tile of the epilogue, with N contiguous."""
+    return not swapped and _d_index(signature) >= 0 and sum(map(_is_tile, _operands(signature))) == 1
+
+
 def _vectors(signature: Signature) -> list[str]:
     """C++ initialisers of a `gemmgen::EpilogueVector` for each vector and each number that the epilogue reads."""
     along = {Kind.COL: "kM", Kind.ROW: "kN", Kind.SCALAR: "kNothing"}
@@ -481,7 +491,7 @@ def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str)
     }
 
 
-def _load(index: int, value: Input, is_c: bool, layout: TileLayout) -> Visitor:
+def _load(index: int, value: Input, is_c: bool, layout: TileLayout, staged: bool) -> Visitor:
     """Input `index` as a visitor."""
     where, t = f"x.inputs[{index}]", element(value.dtype)
     ptr = f"static_cast<{t} const*>({where}.ptr)"
@@ -494,6 +504,13 @@ def _load(index: int, value: Input, is_c: bool, layout: TileLayout) -> Visitor:
         Kind.ROW_INDEX: ("gemmgen::IndexLoad<0>", "{}"),
         Kind.COL_INDEX: ("gemmgen::IndexLoad<1>", "{}"),
     }
+    if staged:
+        vector = f"{{{ptr}, {where}.batch_stride}}"
+        types |= {
+            Kind.ROW: (f"gemmgen::StagedVector<Epi, 1, {t}>", vector),
+            Kind.COL: (f"gemmgen::StagedVector<Epi, 0, {t}>", vector),
+            Kind.SCALAR: (f"gemmgen::StagedScalar<{t}>", types[Kind.SCALAR][1]),
+        }
     cpp_type, arguments = types[value.kind]
     if is_c:
         cpp_type, arguments = f"cutlass::epilogue::fusion::Sm90SrcFetch<{t}>", "{}"

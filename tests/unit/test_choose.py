@@ -254,11 +254,18 @@ def test_no_kernel_at_all_is_an_error_with_the_reasons():
 
 
 @pytest.mark.parametrize("M, N, swizzle", [(4096, 4096, 8), (1024, 768, 2), (384, 384, 1)])
-def test_the_swizzle_pads_nothing(M, N, swizzle):
-    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster="M")
+def test_the_swizzle_of_stream_k_pads_nothing(M, N, swizzle):
+    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", raster="M")
     fitted = fitted_to(extents(M, N, 64), config)
     assert fitted.swizzle == swizzle
     assert fitted.raster == ("M" if swizzle > 1 else "heuristic")
+
+
+@pytest.mark.parametrize("M, N, raster, swizzle", [(4096, 4096, "M", 8), (1024, 768, "M", 8), (1024, 384, "M", 4),
+                                                   (128, 8200, "N", 1), (128, 8200, "heuristic", 8)])  # fmt: skip
+def test_the_order_of_other_kernels_pads_nothing_and_groups_what_there_is(M, N, raster, swizzle):
+    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster=raster)
+    assert fitted_to(extents(M, N, 64), config) == replace(config, swizzle=swizzle)
 
 
 # the split way

@@ -56,7 +56,7 @@ struct EdgeOperand {
   using Copy = cute::conditional_t<
       kHasBlocks, decltype(make_copy(nullptr, cute::repeat_like(Stride{}, int32_t(0)), Stride{})), NoCopy>;
 
-  CUTLASS_HOST_DEVICE static bool has_cut_tile(int rows) { return kHasBlocks && rows % kTile != 0; }
+  CUTLASS_HOST_DEVICE static bool has_cut_tile(int rows) { return rows % kTile != 0; }
 
   // What loads blocks; empty where no tile is cut by the end of the tensor.
   template <class Extents>

@@ -103,6 +103,140 @@ struct ScalarLoad : Node<ScalarParams<Element>> {
   }
 };
 
+// A vector along M (Mode 0) or N (Mode 1), or one number for each batch, in shared memory before a tile is finished:
+// the warp that loads for the epilogue brings what the CTA tile needs of it, as fp32.
+template <class Element>
+struct VectorParams {
+  Element const* ptr = nullptr;
+  int64_t batch_stride = 0;
+};
+
+template <class Epi, int Mode, class Element>
+struct StagedVector : Node<VectorParams<Element>, cute::array_aligned<float, cute::size<Mode>(typename Epi::TileShape{})>> {
+  using TileShape = typename Epi::TileShape;
+  static constexpr int kTile = cute::size<Mode>(TileShape{});
+  using SharedStorage = cute::array_aligned<float, kTile>;
+  using Node<VectorParams<Element>, SharedStorage>::Node;
+
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+
+  struct ProducerCallbacks : evt::EmptyProducerLoadCallbacks {
+    Element const* gmem;
+    int count;
+    float* smem;
+    int lane;
+
+    CUTLASS_DEVICE ProducerCallbacks(Element const* gmem, int count, float* smem, int lane)
+        : gmem(gmem), count(count), smem(smem), lane(lane) {}
+
+    CUTLASS_DEVICE void step(uint64_t*, int, int, int, bool) {
+      constexpr int kEach = cute::ceil_div(kTile, cutlass::NumThreadsPerWarp);
+      Element values[kEach];  // all on their way before the first is stored
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const at = i * cutlass::NumThreadsPerWarp + lane;
+        values[i] = at < count ? gmem[at] : Element(0);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const at = i * cutlass::NumThreadsPerWarp + lane;
+        if (at < kTile) { smem[at] = cutlass::NumericConverter<float, Element>{}(values[i]); }
+      }
+    }
+  };
+
+  template <class... Ts>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(evt::ProducerLoadArgs<Ts...> const& args) {
+    int const first = int(cute::get<Mode>(args.tile_coord_mnkl)) * kTile;
+    int64_t const l = cute::get<3>(args.tile_coord_mnkl);
+    int const count = int(cute::get<Mode>(args.problem_shape_mnkl)) - first;
+    return ProducerCallbacks(this->params->ptr + l * this->params->batch_stride + first, count, this->storage->data(),
+                             args.thread_idx);
+  }
+
+  template <class Smem>
+  struct Callbacks : evt::EmptyConsumerStoreCallbacks {
+    using Registers = decltype(cute::make_tensor_like<float>(cute::take<0, 3>(Smem{}.layout())));
+
+    Smem tCsVector;  // (CPY,CPY_M,CPY_N,EPI_M,EPI_N)
+    Registers tCrVector;
+
+    CUTLASS_DEVICE explicit Callbacks(Smem const& tCsVector) : tCsVector(tCsVector) {}
+
+    CUTLASS_DEVICE void previsit(int epi_m, int epi_n, int, bool) {
+      cute::copy_aligned(cute::filter_zeros(tCsVector(cute::_, cute::_, cute::_, epi_m, epi_n)),
+                         cute::filter_zeros(tCrVector));
+    }
+
+    template <class Accum, int N>
+    CUTLASS_DEVICE cutlass::Array<float, N> visit(cutlass::Array<Accum, N> const&, int epi_v, int, int) {
+      cutlass::Array<float, N> fragment;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < N; ++i) { fragment[i] = tCrVector(epi_v * N + i); }
+      return fragment;
+    }
+  };
+
+  template <bool ReferenceSrc, class... Ts>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(evt::ConsumerStoreArgs<Ts...> const& args) {
+    using Stride = cute::Stride<cute::Int<Mode == 0>, cute::Int<Mode == 1>>;
+    cute::Tensor sVector = cute::make_tensor(cute::make_smem_ptr(this->storage->data()),
+                                             cute::make_layout(cute::take<0, 2>(TileShape{}), Stride{}));
+    cute::Tensor tCsVector =
+        evt::sm90_partition_for_epilogue<ReferenceSrc>(sVector, args.epi_tile, args.tiled_copy, args.thread_idx);
+    return Callbacks<decltype(tCsVector)>(tCsVector);
+  }
+};
+
+template <class Element>
+struct StagedScalar : Node<ScalarParams<Element>, cute::array<float, 1>> {
+  using Node<ScalarParams<Element>, cute::array<float, 1>>::Node;
+
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+
+  struct ProducerCallbacks : evt::EmptyProducerLoadCallbacks {
+    ScalarParams<Element> const& scalar;
+    int64_t l;
+    float* smem;
+    int lane;
+
+    CUTLASS_DEVICE ProducerCallbacks(ScalarParams<Element> const& scalar, int64_t l, float* smem, int lane)
+        : scalar(scalar), l(l), smem(smem), lane(lane) {}
+
+    CUTLASS_DEVICE void step(uint64_t*, int, int, int, bool) {
+      if (lane != 0) { return; }
+      *smem = scalar.ptr == nullptr ? scalar.value
+                                    : cutlass::NumericConverter<float, Element>{}(scalar.ptr[l * scalar.batch_stride]);
+    }
+  };
+
+  template <class... Ts>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(evt::ProducerLoadArgs<Ts...> const& args) {
+    return ProducerCallbacks(*this->params, cute::get<3>(args.tile_coord_mnkl), this->storage->data(), args.thread_idx);
+  }
+
+  struct Callbacks : evt::EmptyConsumerStoreCallbacks {
+    float const* smem;
+    float value = 0;
+
+    CUTLASS_DEVICE explicit Callbacks(float const* smem) : smem(smem) {}
+
+    CUTLASS_DEVICE void previsit(int, int, int, bool) { value = *smem; }
+
+    template <class Accum, int N>
+    CUTLASS_DEVICE cutlass::Array<float, N> visit(cutlass::Array<Accum, N> const&, int, int, int) {
+      cutlass::Array<float, N> fragment;
+      fragment.fill(value);
+      return fragment;
+    }
+  };
+
+  template <bool ReferenceSrc, class... Ts>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(evt::ConsumerStoreArgs<Ts...> const&) {
+    return Callbacks(this->storage->data());
+  }
+};
+
 struct NoParams {};
 
 // The row (Mode 0) or column (Mode 1) number of each element of D.
