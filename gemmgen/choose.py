@@ -39,7 +39,8 @@ START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory unt
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
 LARGE_CLUSTERS = 0.92  # of those that the SMs would hold: of 33 clusters of four fewer than 32 are resident at once
 HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
-SWIZZLES = (1, 2, 4, 8)
+SWIZZLES = (1, 2, 4, 8, 16)
+WAVE = 132  # tiles at a time
 MOST_PADDING = 1.02  # tiles that a swizzle may add
 # partial sums are promoted to fp32, beside the other warpgroup's WGMMAs or one's own
 EXACT_FP8_RATE = {"cooperative": 0.88, "pingpong": 0.72, "single": 0.66}
@@ -232,14 +233,15 @@ def worth_measuring(
         further += EXACT_FP8_FURTHER
     scaled = tuple(_scaled_k(config, signature.a.dtype) for config in further)
     more = _timed(signature, extents, _fitting(signature, scaled, arch), sm_count)
-    pool = sorted([*best, *more], key=lambda choice: choice.time_us)
+    pool = sorted(dict.fromkeys([*best, *more]), key=lambda choice: choice.time_us)
     return [choice for choice in pool if choice.time_us <= within * pool[0].time_us][:most]
 
 
 @functools.lru_cache(maxsize=1024)
 def _fitting(signature: Signature, configs: tuple[GemmConfig, ...], arch: Arch) -> list[GemmConfig]:
     """The legal ones; of these the ones that will not spill, where there are any. The same for every M."""
-    legal = [c for c in configs if REJECT[c.family](signature, c, arch) is None]
+    named = (sm90.without_default(signature, c) if c.family == "sm90" else c for c in configs)
+    legal = [c for c in dict.fromkeys(named) if REJECT[c.family](signature, c, arch) is None]
     if signature.math == "simt":  # one chain of K sums is twice as inaccurate as cuBLAS's several
         return [c for c in legal if c.split_k > 1] or legal
     return [c for c in legal if has_registers(signature, c)] or legal
@@ -272,24 +274,37 @@ def has_registers(signature: Signature, config: GemmConfig) -> bool:
 
 
 def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
-    """`config` with the widest swizzle that costs nothing, and a raster that goes with it.
+    """`config` with the swizzle that suits the problem, and a raster that goes with it.
 
-    Groups of tiles keep what they share in L2. CUTLASS's stream-K rounds the tiles of both axes up to the swizzle times
-    the cluster, and computes the empty tiles; our own order of tiles (sm90_scheduler.hpp) does not, but a group holds
-    no more clusters than there are. Without a swizzle a raster along the longer side would stream all of the other
-    operand once for each row of tiles; the heuristic takes the shorter side.
+    Our own order of tiles (sm90_scheduler.hpp) pads nothing: the tiles that run at a time read the fewest rows of A and
+    columns of B, which L2 then holds; with small groups of a large problem it does not, and at times a kernel takes a
+    third longer. CUTLASS's stream-K rounds the tiles of both axes up to the swizzle times the cluster, and computes the
+    empty tiles; it takes the widest swizzle that hardly adds any. Without a swizzle a raster along the longer side
+    would stream all of the other operand once for each row of tiles; the heuristic takes the shorter side.
     """
     if config.family != "sm90" or config.scheduler == CLUSTER_SPLIT:
         return config
-    (rows, columns), (cm, cn) = _grid(_kernel_extents(extents, config), config), config.cluster_shape
-    if config.scheduler == "stream_k":
-        swizzle = next(
-            s for s in SWIZZLES[::-1]
-            if s == 1 or _rounded(rows, s * cm) * _rounded(columns, s * cn) <= MOST_PADDING * rows * columns
-        )  # fmt: skip
-        return replace(config, swizzle=swizzle, raster=config.raster if swizzle > 1 else "heuristic")
-    minor = {"M": columns // cn, "N": rows // cm}.get(config.raster, max(rows // cm, columns // cn))
-    return replace(config, swizzle=next(s for s in SWIZZLES if s >= minor or s == SWIZZLES[-1]))
+    extents = _kernel_extents(extents, config)
+    if config.scheduler != "stream_k":
+        return replace(config, swizzle=min(SWIZZLES, key=lambda s: _read_at_a_time(extents, config, s)))
+    (rows, columns), (cm, cn) = _grid(extents, config), config.cluster_shape
+    swizzle = next(
+        s for s in (8, 4, 2, 1)
+        if s == 1 or _rounded(rows, s * cm) * _rounded(columns, s * cn) <= MOST_PADDING * rows * columns
+    )  # fmt: skip
+    return replace(config, swizzle=swizzle, raster=config.raster if swizzle > 1 else "heuristic")
+
+
+def _read_at_a_time(extents: Extents, config: GemmConfig, swizzle: int) -> float:
+    """Rows of A and columns of B that the tiles of one wave read."""
+    (tm, tn, _), (cm, cn), (rows, columns) = config.tile_shape, config.cluster_shape, _grid(extents, config)
+    is_along_n = config.raster == "N" or (config.raster == "heuristic" and columns <= rows)
+    # a group: so many tiles across, and those of a wave along the raster
+    along, most_across = (columns, rows) if is_along_n else (rows, columns)
+    across = min(swizzle * (cm if is_along_n else cn), most_across)
+    groups = max(WAVE / (across * along), 1)
+    along, across = min(WAVE / across, along), min(across * groups, most_across)
+    return across * tm + along * tn if is_along_n else along * tm + across * tn
 
 
 def rejections(signature: Signature, arch: Arch, family: str) -> list[str]:

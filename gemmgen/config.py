@@ -16,13 +16,13 @@ class GemmConfig:
         tile_shape: CTA tile (m, n, k) in elements.
         cluster_shape: CTAs per cluster (m, n); (1, 1) outside sm90 and sm100.
         kernel_schedule: "cooperative", "pingpong" or "single" (sm90), "multistage" (sm80), "auto" (sm100).
-        epilogue_tile: sub-tile (m, n) that the epilogue walks; None lets CUTLASS choose (sm90).
+        epilogue_tile: sub-tile (m, n) that the epilogue walks; None: what suits the epilogue (sm90).
         stages: shared-memory buffers of the mainloop; None takes as many as fit (sm90, sm100).
         warp_shape: warp tile (m, n, k); sm80 only.
         scheduler: "persistent" or "stream_k"; sm80 uses "stream_k" for split-K. "cluster_split" (sm90, "single"): a
             cluster of `split_k` CTAs shares a tile and adds its sums through distributed shared memory. Of a tile of 64
             rows each finishes its share of the columns, if a multiple of 16, and `epilogue_tile` is of a share.
-        swizzle: log-free maximal swizzle of the tile order (1, 2, 4, 8). Run-time value.
+        swizzle: clusters across that are walked together in the order of tiles (1, 2, 4, 8, 16). Run-time value.
         raster: tile order: "heuristic", "M" or "N". Run-time value.
         split_k: slices of K, 1 for none. Run-time value, except for "cluster_split".
         swapped: compute D^T = B^T A^T, for few rows: tile_shape, cluster_shape, epilogue_tile and raster are those of

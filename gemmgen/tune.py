@@ -339,7 +339,6 @@ def _variants(call: Call, plans: Plans) -> Plans:
 
 
 def _orders(call: Call, config: GemmConfig) -> list[GemmConfig]:
-    """Both rasters, each with its widest swizzle and the next narrower one."""
-    widest = [choose.fitted_to(call.binding.extents, replace(config, raster=raster)) for raster in ("M", "N")]
-    orders = [order for fitted in widest for order in (fitted, replace(fitted, swizzle=max(fitted.swizzle // 2, 1)))]
-    return list(dict.fromkeys(orders))
+    """Both rasters, each with the swizzle that suits it."""
+    extents = call.binding.extents
+    return [choose.fitted_to(extents, replace(config, raster=raster)) for raster in ("M", "N")]

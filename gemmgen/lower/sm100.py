@@ -28,7 +28,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         tile_k=tile_k,
         mma_m=tile_m * ctas,
         mma_ctas=ctas,
-        epilogue_tile=sm90.epilogue_tile(config),
+        epilogue_tile=sm90.epilogue_tile(config.epilogue_tile),
         epilogue_schedule=f"TmaWarpSpecialized{ctas}Sm",
         kernel_schedule=f"KernelTmaWarpSpecialized{ctas}SmSm100",
         stages=sm90.stage_count(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmgen.arch import Arch
 from gemmgen.config import CLUSTER_SPLIT, GemmConfig
@@ -16,6 +16,8 @@ from gemmgen.templates import render
 TMA_BYTES = 16  # alignment that TMA needs of addresses and strides
 MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
+LINE_BYTES = 128  # of memory, and the widest swizzle of shared memory
+MOST_EPILOGUE_COLUMNS = 64  # as far as a thread has registers for
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
@@ -84,14 +86,11 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     tile_m, tile_n, tile_k = config.tile_shape
     computed = signature.swapped() if config.swapped else signature
     vectors = _vectors(computed)
-    by_warp = stores_by_warp(signature, config.swapped)
-    swapped_header = ("gemmgen/sm90_swapped.hpp",) if config.swapped else ()
-    warp_header = ("gemmgen/sm90_warp_epilogue.hpp",) if by_warp else ()
-    scheduler_header = ("gemmgen/sm90_scheduler.hpp",) if config.scheduler == "persistent" else ()
+    by_warp = stores_by_warp(signature, config)
     return render(
         "sm90.cu.jinja",
-        **collective_values(signature, config),
-        headers=(*swapped_header, *warp_header, *scheduler_header, _mainloop_header(computed, config), schedule.kernel_header),
+        **collective_values(signature, config, by_warp),
+        headers=_headers(signature, config),
         stores_by_warp=by_warp,
         epilogue_shape="SwappedEpilogueShape" if config.swapped else "EpilogueShape",
         # CUTLASS 4.2's stream-K does not compile with it, and its counters are cleared between it and the kernel ahead
@@ -101,7 +100,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         tile_n=tile_n,
         tile_k=tile_k,
         share_n=share_n(config),
-        epilogue_tile=epilogue_tile(config),
+        epilogue_tile=epilogue_tile(config.epilogue_tile or default_epilogue_tile(signature, config)),
         epilogue_schedule=schedule.epilogue,
         kernel_schedule=schedule.mainloop,
         loads_edges=not _takes_a_from_registers(computed),
@@ -114,8 +113,8 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
     )
 
 
-def collective_values(signature: Signature, config: GemmConfig) -> dict[str, object]:
-    """What `collectives.cu.jinja` needs, whatever the arch."""
+def collective_values(signature: Signature, config: GemmConfig, is_staged: bool = False) -> dict[str, object]:
+    """What `collectives.cu.jinja` needs, whatever the arch. `is_staged`: see `lower_to_evt`."""
     cluster_m, cluster_n = config.cluster_shape
     summary = _summary(signature)
     if config.swapped:
@@ -126,7 +125,7 @@ def collective_values(signature: Signature, config: GemmConfig) -> dict[str, obj
         "cluster_m": cluster_m,
         "cluster_n": cluster_n,
         "accum": signature.accum.cutlass,
-        "evt": lower_to_evt(signature, config.swapped),
+        "evt": lower_to_evt(signature, config.swapped, is_staged),
         "problem": "gemmgen::swapped(*x)" if config.swapped else "*x",
         "a": _matrix(signature.a, "a", "x.m", "RowMajor", "ColumnMajor"),
         "b": _matrix(signature.b, "b", "x.n", "ColumnMajor", "RowMajor"),
@@ -135,20 +134,20 @@ def collective_values(signature: Signature, config: GemmConfig) -> dict[str, obj
     }
 
 
-def lower_to_evt(signature: Signature, swapped: bool = False) -> EvtTree:
+def lower_to_evt(signature: Signature, swapped: bool = False, is_staged: bool = False) -> EvtTree:
     """The epilogue of `signature` as visitors: a load per input, a functor and a store per output.
 
     Args:
         swapped: the signature is that of the swapped problem, whose TILEs have M contiguous.
+        is_staged: vectors and numbers are brought to shared memory ahead of the epilogue.
     """
     layout = TileLayout(swapped)
     c_index, d_index = _c_index(signature), _d_index(signature)
-    by_warp = stores_by_warp(signature, swapped)
     return EvtTree(
         c=layout.operand(signature.inputs[c_index] if c_index >= 0 else None, f"x.inputs[{c_index}]"),
         d=layout.operand(signature.outputs[d_index] if d_index >= 0 else None, f"x.outputs[{d_index}]"),
         d_index=d_index,
-        loads=tuple(_load(i, value, i == c_index, layout, by_warp) for i, value in enumerate(signature.inputs)),
+        loads=tuple(_load(i, value, i == c_index, layout, is_staged) for i, value in enumerate(signature.inputs)),
         functors=tuple(_functor(i, signature) for i in range(len(signature.outputs))),
         stores=tuple(_store(i, value, i == d_index, layout) for i, value in enumerate(signature.outputs)),
     )
@@ -376,7 +375,11 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
 def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
     """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
     schedule = SCHEDULES[config.kernel_schedule]
-    m, n = config.epilogue_tile or (schedule.epilogue_m, math.gcd(32, share_n(config)))
+    m, n = (
+        config.epilogue_tile
+        or default_epilogue_tile(signature, config)
+        or (schedule.epilogue_m, math.gcd(32, share_n(config)))
+    )
     subtiles = config.tile_shape[0] * share_n(config) // (m * n)
     loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
     stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
@@ -422,12 +425,30 @@ def _reduce_prefix(output: Output) -> str:
     return f"{output.reduce.value} to " if output.reduce else ""
 
 
-def epilogue_tile(config: GemmConfig) -> str:
-    """The C++ type of the epilogue tile, or the tag that lets CUTLASS choose."""
-    if config.epilogue_tile is None:
+def epilogue_tile(tile: tuple[int, int] | None) -> str:
+    """The C++ type of an epilogue tile; of None the tag that lets CUTLASS choose."""
+    if tile is None:
         return "cutlass::epilogue::collective::EpilogueTileAuto"
-    m, n = config.epilogue_tile
-    return f"cute::Shape<cute::Int<{m}>, cute::Int<{n}>>"
+    return f"cute::Shape<cute::Int<{tile[0]}>, cute::Int<{tile[1]}>>"
+
+
+def default_epilogue_tile(signature: Signature, config: GemmConfig) -> tuple[int, int] | None:
+    """What a config without an `epilogue_tile` takes; None for CUTLASS's choice, 32 columns.
+
+    Where each warp stores its part of D, a row of it fills a line of memory, if registers suffice: not for a reduction.
+    """
+    if not stores_by_warp(signature, config) or any(output.reduce for output in signature.outputs):
+        return None
+    columns = min(LINE_BYTES // signature.outputs[_d_index(signature)].dtype.bytes, MOST_EPILOGUE_COLUMNS)
+    if share_n(config) % columns or _mma_width(signature, config) % columns:
+        return None
+    return SCHEDULES[config.kernel_schedule].epilogue_m, columns
+
+
+def without_default(signature: Signature, config: GemmConfig) -> GemmConfig:
+    """`config`, whose `epilogue_tile` is not named where it is the default one: the same kernel has one label."""
+    is_default = config.epilogue_tile == default_epilogue_tile(signature, config)
+    return replace(config, epilogue_tile=None) if is_default else config
 
 
 def stage_count(config: GemmConfig) -> str:
@@ -446,9 +467,14 @@ def _argument_statements(config: GemmConfig, vectors: Sequence[str]) -> list[str
     return []
 
 
-def stores_by_warp(signature: Signature, swapped: bool) -> bool:
-    """Whether each warp stores its part of D itself: where D is the only tile of the epilogue, with N contiguous."""
-    return not swapped and _d_index(signature) >= 0 and sum(map(_is_tile, _operands(signature))) == 1
+def stores_by_warp(signature: Signature, config: GemmConfig) -> bool:
+    """Whether each warp stores its part of D itself: where D is the only tile of the epilogue, with N contiguous.
+
+    Not in stream-K, which leaves no registers for it.
+    """
+    if config.swapped or config.scheduler == "stream_k":
+        return False
+    return _d_index(signature) >= 0 and sum(map(_is_tile, _operands(signature))) == 1
 
 
 def _vectors(signature: Signature) -> list[str]:
@@ -467,9 +493,27 @@ def _takes_extended_mma(signature: Signature, config: GemmConfig) -> bool:
     return config.tile_shape[1] not in CUTE_WIDTHS and not is_promoted(signature, config)
 
 
+def _mma_width(signature: Signature, config: GemmConfig) -> int:
+    """Columns of a WGMMA, in whose order the epilogue finds the accumulators."""
+    n = config.tile_shape[1]
+    return n if _takes_extended_mma(signature, config) else max(known for known in CUTE_WIDTHS if n % known == 0)
+
+
 def _takes_a_from_registers(signature: Signature) -> bool:
     """Whether WGMMA reads A from registers, and so in any order, in the place of shared memory."""
     return signature.a.dtype is DType.F32 and not signature.a.k_major
+
+
+def _headers(signature: Signature, config: GemmConfig) -> list[str]:
+    """What the skeleton includes beside what all do."""
+    parts = {
+        "gemmgen/sm90_swapped.hpp": config.swapped,
+        "gemmgen/sm90_warp_epilogue.hpp": stores_by_warp(signature, config),
+        "gemmgen/sm90_scheduler.hpp": config.scheduler == "persistent",
+    }
+    computed = signature.swapped() if config.swapped else signature
+    ours = [header for header, is_needed in parts.items() if is_needed]
+    return [*ours, _mainloop_header(computed, config), SCHEDULES[config.kernel_schedule].kernel_header]
 
 
 def _mainloop_header(signature: Signature, config: GemmConfig) -> str:
@@ -491,7 +535,7 @@ def _matrix(matrix: Matrix, name: str, extent: str, k_major: str, mn_major: str)
     }
 
 
-def _load(index: int, value: Input, is_c: bool, layout: TileLayout, staged: bool) -> Visitor:
+def _load(index: int, value: Input, is_c: bool, layout: TileLayout, is_staged: bool) -> Visitor:
     """Input `index` as a visitor."""
     where, t = f"x.inputs[{index}]", element(value.dtype)
     ptr = f"static_cast<{t} const*>({where}.ptr)"
@@ -504,7 +548,7 @@ def _load(index: int, value: Input, is_c: bool, layout: TileLayout, staged: bool
         Kind.ROW_INDEX: ("gemmgen::IndexLoad<0>", "{}"),
         Kind.COL_INDEX: ("gemmgen::IndexLoad<1>", "{}"),
     }
-    if staged:
+    if is_staged:
         vector = f"{{{ptr}, {where}.batch_stride}}"
         types |= {
             Kind.ROW: (f"gemmgen::StagedVector<Epi, 1, {t}>", vector),

@@ -12,13 +12,15 @@
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "gemmgen/sm90_edges.hpp"
 #include "gemmgen/sm90_kernel.hpp"
+#include <gemmgen/sm90_warp_epilogue.hpp>
+#include <gemmgen/sm90_scheduler.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 
 using ClusterShape = cute::Shape<cute::Int<1>, cute::Int<2>, cute::_1>;
 using ElementAccum = float;
 using TileShape = cute::Shape<cute::Int<128>, cute::Int<128>, cute::Int<64>>;
-using Epi = gemmgen::EpilogueShape<TileShape, cutlass::epilogue::collective::EpilogueTileAuto, void, cutlass::bfloat16_t,
+using Epi = gemmgen::EpilogueShape<TileShape, cute::Shape<cute::Int<64>, cute::Int<64>>, void, cutlass::bfloat16_t,
                                    cutlass::epilogue::TmaWarpSpecialized>;
 
 // Functors: the arithmetic, defined elsewhere and linked in.
@@ -31,14 +33,14 @@ struct Functor0 {
 };
 
 // Loads, in the order of the functors' parameters.
-using Load0 = gemmgen::RowLoad<Epi, float>;  // input 0: row f32
+using Load0 = gemmgen::StagedVector<Epi, 1, float>;  // input 0: row f32
 
 // Stores, in the order of the functors.
 using Store0 = gemmgen::StoreD;  // output 0: tile bf16, as D
 
 using Visitor = gemmgen::FunctorVisitor<0, cute::tuple<Load0>,
                                         cute::tuple<Store0>, Functor0>;
-using Epilogue = Epi::Collective<ClusterShape, ElementAccum, Visitor>;
+using Epilogue = gemmgen::WarpEpilogue<Epi::Collective<ClusterShape, ElementAccum, Visitor>>;
 using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
     cutlass::bfloat16_t, cutlass::layout::RowMajor, 8,
@@ -47,7 +49,7 @@ using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
 using Mainloop = gemmgen::EdgeMainloop<WholeMainloop>;
 using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
-                                                    cutlass::gemm::PersistentScheduler>;
+                                                    gemmgen::GroupedTiles>;
 
 #ifndef GEMMGEN_LAUNCHER
 extern "C" __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
@@ -81,7 +83,7 @@ static typename Kernel::Arguments arguments(gemmgen::Args const& x) {
        static_cast<cutlass::bfloat16_t*>(x.outputs[0].ptr), {tma_stride(x.outputs[0].row_stride, x.m), cute::_1{}, tma_stride(x.outputs[0].batch_stride, x.l)}},
       hardware};
   args.epilogue.thread = typename Visitor::Arguments{
-      typename Load0::Arguments{static_cast<float const*>(x.inputs[0].ptr), float(0), {cute::_0{}, cute::_1{}, x.inputs[0].batch_stride}},
+      typename Load0::Arguments{static_cast<float const*>(x.inputs[0].ptr), x.inputs[0].batch_stride},
       typename Store0::Arguments{}
   };
   args.scheduler.max_swizzle_size = x.swizzle;

@@ -12,6 +12,7 @@
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "gemmgen/sm90_edges.hpp"
 #include "gemmgen/sm90_kernel.hpp"
+#include <gemmgen/sm90_scheduler.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 
@@ -68,7 +69,7 @@ using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
 using Mainloop = gemmgen::EdgeMainloop<WholeMainloop>;
 using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
-                                                    cutlass::gemm::PersistentScheduler>;
+                                                    gemmgen::GroupedTiles>;
 
 #ifndef GEMMGEN_LAUNCHER
 extern "C" __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)

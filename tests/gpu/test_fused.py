@@ -244,6 +244,74 @@ def test_what_is_loaded_in_the_place_of_rows_beyond_stays_out_of_the_results(lea
         assert not out[..., :32, :].isfinite().any()
 
 
+ORDERS = [(raster, swizzle) for raster in ("heuristic", "M", "N") for swizzle in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_every_tile_is_computed_in_any_order(cluster):
+    """Tiles that fill no whole group, in several rounds of all SMs and in less than one."""
+    for M, N, *lead in ((64 * 29, 32 * 43), (64 * 3, 32 * 7, 5), (40, 32 * 77), (64 * 90, 24), (8, 8, 3)):
+        A, B = matrices(M, N, 64, "nt", torch.bfloat16, lead=lead)
+        row = integers(*lead, N, dtype=torch.bfloat16, device=CUDA)
+        for raster, swizzle in ORDERS:
+            config = gg.GemmConfig("sm90", (64, 32, 64), cluster, "pingpong", raster=raster, swizzle=swizzle)
+            op = gg.Gemm(scaled, config=config)
+            out = torch.full((*lead, M, N), float("nan"), device=CUDA, dtype=torch.bfloat16)
+            op(A, B, row=row, alpha=2.0, out=out)
+            assert_exact(op, A, B, {"row": row, "alpha": 2.0}, out)
+
+
+@gg.epilogue
+def all_vectors(accum, row: gg.Row, col: gg.Col, alpha: gg.Scalar, beta: gg.Scalar):
+    value = gg.relu(accum * alpha + row) - col * beta
+    return gg.where(gg.col_index() <= gg.row_index() + 3, value, -value)
+
+
+@gg.epilogue
+def all_vectors_and_totals(accum, row: gg.Row, col: gg.Col, alpha: gg.Scalar, beta: gg.Scalar):
+    value = gg.relu(accum * alpha + row) - col * beta
+    sums = {"sums": gg.sum(value, over="M"), "peaks": gg.max(value, over="N"), "total": gg.sum(value, over="MN")}
+    return {"D": value} | sums
+
+
+def vectors_of(M: int, N: int, dtype, lead: tuple[int, ...]):
+    made = operands_of(M, N, dtype=dtype, lead=lead)
+    return {"row": made["row"], "col": made["col"], "alpha": 2.0, "beta": torch.tensor(3.0, device=CUDA)}
+
+
+VECTOR_CONFIGS = [
+    gg.GemmConfig("sm90", (128, 128, 64), (2, 1), "cooperative"),
+    gg.GemmConfig("sm90", (128, 48, 64), (1, 2), "cooperative"),
+    gg.GemmConfig("sm90", (64, 192, 64), (1, 1), "pingpong"),
+    gg.GemmConfig("sm90", (192, 64, 64), (1, 2), "pingpong", (64, 64)),
+    gg.GemmConfig("sm90", (64, 64, 64), (1, 1), "single", scheduler="cluster_split", split_k=2),
+    gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("config", VECTOR_CONFIGS, ids=lambda c: c.label)
+def test_vectors_and_numbers_reach_every_tile(config, dtype):
+    """Where D is the only tile: each warp stores its own part of D, and vectors come ahead of a tile's end."""
+    vectors = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    op = gg.Gemm(all_vectors, config=config)
+    for M, N, K, lead in ((1000, 1360, 72, ()), (130, 80, 136, (3,)), (8, 4096, 64, ()), (4096, 16, 64, ())):
+        A, B = matrices(M, N, K, "nt", torch.bfloat16, lead=lead)
+        operands = vectors_of(M, N, vectors, lead)
+        out = torch.full((*lead, M, N), float("nan"), device=CUDA).to(dtype)
+        op(A, B, out=out, **operands)
+        assert_exact(op, A, B, operands, out)
+
+
+@pytest.mark.parametrize("config", [VECTOR_CONFIGS[0], VECTOR_CONFIGS[2], VECTOR_CONFIGS[5]], ids=lambda c: c.label)
+def test_reductions_beside_one_tile_are_exact(config):
+    op = gg.Gemm(all_vectors_and_totals, config=config)
+    for M, N, K, lead in ((1000, 1360, 72, ()), (130, 72, 520, (3,))):
+        A, B = matrices(M, N, K, "nt", torch.bfloat16, lead=lead)
+        operands = vectors_of(M, N, torch.bfloat16, lead)
+        assert_exact(op, A, B, operands, op(A, B, **operands))
+
+
 def swapped(tile: tuple[int, int, int], schedule: str = "pingpong", **fields) -> gg.GemmConfig:
     return gg.GemmConfig("sm90", tile, kernel_schedule=schedule, swapped=True, **fields)
 

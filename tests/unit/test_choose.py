@@ -234,7 +234,7 @@ SM100 = GemmConfig("sm100", (128, 128, 64), kernel_schedule="auto")
     (replace(SM100, swapped=True), "sm100 family does not swap"),
     (replace(SM90_TILE, family="sm70"), "unknown family 'sm70'; there are sm90, sm80, sm100"),
     (replace(SM90_TILE, raster="X"), "raster is 'X'; it may be heuristic, M, N"),
-    (replace(SM90_TILE, swizzle=3), "swizzle is 3; it may be 1, 2, 4, 8"),
+    (replace(SM90_TILE, swizzle=3), "swizzle is 3; it may be 1, 2, 4, 8, 16"),
     (replace(SM90_TILE, scheduler="stream_k", split_k=0), "split_k = 0"),
 ], ids=lambda value: value.label if isinstance(value, GemmConfig) else "")  # fmt: skip
 def test_fields_that_a_family_does_not_know_are_refused_and_not_ignored(config, reason):
@@ -261,11 +261,19 @@ def test_the_swizzle_of_stream_k_pads_nothing(M, N, swizzle):
     assert fitted.raster == ("M" if swizzle > 1 else "heuristic")
 
 
-@pytest.mark.parametrize("M, N, raster, swizzle", [(4096, 4096, "M", 8), (1024, 768, "M", 8), (1024, 384, "M", 4),
-                                                   (128, 8200, "N", 1), (128, 8200, "heuristic", 8)])  # fmt: skip
-def test_the_order_of_other_kernels_pads_nothing_and_groups_what_there_is(M, N, raster, swizzle):
-    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster=raster)
-    assert fitted_to(extents(M, N, 64), config) == replace(config, swizzle=swizzle)
+@pytest.mark.parametrize("tile, cluster, raster, swizzle", [
+    ((128, 160), (2, 1), "N", 8), ((128, 160), (2, 1), "M", 8), ((128, 160), (1, 2), "N", 16),
+    ((128, 160), (1, 2), "M", 4), ((128, 256), (1, 1), "N", 16), ((128, 256), (1, 1), "heuristic", 8),
+])  # fmt: skip
+def test_tiles_that_run_at_a_time_share_rows_and_columns_alike(tile, cluster, raster, swizzle):
+    config = GemmConfig("sm90", (*tile, 64), cluster, "pingpong", raster=raster)
+    assert fitted_to(extents(16384, 57344, 8192), config) == replace(config, swizzle=swizzle)
+
+
+@pytest.mark.parametrize("M, N", [(128, 8200), (384, 384)])
+def test_a_group_is_no_wider_than_the_problem(M, N):
+    config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster="N")
+    assert fitted_to(extents(M, N, 64), config).swizzle <= -(-M // 128)
 
 
 # the split way

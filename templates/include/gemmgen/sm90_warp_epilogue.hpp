@@ -138,7 +138,7 @@ class WarpEpilogue {
   CUTLASS_DEVICE auto store(LoadPipeline load_pipeline, LoadPipelineState load_state, StorePipeline store_pipeline,
                             StorePipelineState store_state, ProblemShape problem, TileShape, TileCoord coord,
                             cute::Tensor<Engine, Layout> accum, TiledMma tiled_mma, int thread, TensorStorage& storage,
-                            int only_subtile = -1) {
+                            int = -1) {
     using namespace cute;
     static_assert(size(TiledMma{}) == kThreads);
     using ElementAccum = typename Engine::value_type;
@@ -205,7 +205,6 @@ class WarpEpilogue {
       CUTLASS_PRAGMA_UNROLL
       for (int epi_m = 0; epi_m < kEpiTilesM; ++epi_m) {
         int const subtile = epi_n * kEpiTilesM + epi_m;
-        if (only_subtile != -1 && subtile != only_subtile) { continue; }
         callbacks.begin_loop(epi_m, epi_n);
         callbacks.previsit(epi_m, epi_n, load_state.count(), is_load_needed);
         Tensor accum_here = fragments(_, epi_m, epi_n * kEpiN / kMmaN);
@@ -215,17 +214,14 @@ class WarpEpilogue {
           stored(v) = callbacks.visit(accum_here(first + v), v, epi_m, epi_n);
         }
         // one subtile late: what was written for it is in shared memory by now, so that the fence takes no time
-        if (subtile > 0 && only_subtile == -1) {
-          store_strip((subtile - 1) % kEpiTilesM, (subtile - 1) / kEpiTilesM);
-        }
+        if (subtile > 0) { store_strip((subtile - 1) % kEpiTilesM, (subtile - 1) / kEpiTilesM); }
         callbacks.reduce(sD(_, _, store_state.index()), synchronize, epi_m, epi_n, subtile == kEpiTiles - 1, stored);
         copy(to_smem, tCrD, tCsD(_, _, _, store_state.index()));
         callbacks.postreduce(epi_m, epi_n, store_state.count(), true);
         callbacks.end_loop(epi_m, epi_n);
       }
     }
-    int const last = only_subtile == -1 ? kEpiTiles - 1 : only_subtile;
-    store_strip(last % kEpiTilesM, last / kEpiTilesM);
+    store_strip(kEpiTilesM - 1, kEpiTilesN - 1);
     if (is_load_needed) {
       load_pipeline.consumer_release(load_state);
       ++load_state;
