@@ -300,10 +300,10 @@ def _read_at_a_time(extents: Extents, config: GemmConfig, swizzle: int) -> float
     (tm, tn, _), (cm, cn), (rows, columns) = config.tile_shape, config.cluster_shape, _grid(extents, config)
     is_along_n = config.raster == "N" or (config.raster == "heuristic" and columns <= rows)
     # a group: so many tiles across, and those of a wave along the raster
-    along, most_across = (columns, rows) if is_along_n else (rows, columns)
-    across = min(swizzle * (cm if is_along_n else cn), most_across)
-    groups = max(WAVE / (across * along), 1)
-    along, across = min(WAVE / across, along), min(across * groups, most_across)
+    most_along, most_across = (columns, rows) if is_along_n else (rows, columns)
+    group = min(swizzle * (cm if is_along_n else cn), most_across)
+    along = min(WAVE / group, most_along)
+    across = min(max(WAVE / most_along, group), most_across)  # of several groups, where one is less than a wave
     return across * tm + along * tn if is_along_n else along * tm + across * tn
 
 

@@ -118,8 +118,8 @@ def _kept(
 ) -> Entry:
     before = tuned.find(key)
     known = before.failures if before is not None and configs is None else {}
-    failed = set(map(_kernel_of, known))
-    candidates = [way for way in candidates_of(call, configs, most) if _kernel_of(way) not in failed]
+    failed = set(map(_unordered, known))
+    candidates = [way for way in candidates_of(call, configs, most) if _unordered(way) not in failed]
     plans, failures = _planned(call, candidates)
     plans, wrong = _checked(call, plans)
     times = _halved(call, plans, rounds, recorder) if plans else {}
@@ -276,16 +276,16 @@ def _finalists(plans: Plans) -> Plans:
     chosen: Plans = {}
     kernels: Counter[object] = Counter()
     for way, plan in plans.items():
-        kernel = _kernel_of(way)
+        kernel = way.config.compiled() if isinstance(way, Fused) else way
         if len(chosen) < FINALISTS and kernels[kernel] < MOST_ORDERS:
             chosen[way] = plan
             kernels[kernel] += 1
     return chosen
 
 
-def _kernel_of(way: Way) -> object:
+def _unordered(way: Way) -> Way:
     """The same for all orders of one kernel's tiles."""
-    return way.config.compiled() if isinstance(way, Fused) else way
+    return Fused(replace(way.config, swizzle=1, raster="heuristic")) if isinstance(way, Fused) else way
 
 
 def _chain(call: Call, plan: Plan) -> list[tuple[Tensor, Tensor]]:

@@ -47,7 +47,7 @@ class Fused:
         return choose.beside_other_ways_us(estimate_us, self.config, extents)
 
     def fitted_to(self, extents: Extents) -> Fused:
-        """This way for another M: with a swizzle that pads its grid no further."""
+        """This way for another M: with a swizzle no wider than suits that."""
         fitted = choose.fitted_to(extents, self.config)
         return self if self.config.swizzle <= fitted.swizzle else Fused(fitted)
 

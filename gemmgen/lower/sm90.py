@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gemmgen.arch import Arch
+from gemmgen.arch import ARCHS, Arch
 from gemmgen.config import CLUSTER_SPLIT, GemmConfig
 from gemmgen.dtypes import DType
 from gemmgen.lower.evt import EvtTree, Functor, Operand, Visitor
@@ -18,6 +18,10 @@ MAX_CLUSTER_SIZE = 8  # portable
 MIN_STAGES = 2
 LINE_BYTES = 128  # of memory, and the widest swizzle of shared memory
 MOST_EPILOGUE_COLUMNS = 64  # as far as a thread has registers for
+NARROW_COLUMNS = 32  # of an epilogue tile of CUTLASS's choice
+SWIZZLE_BYTES = 1024  # alignment of what is swizzled
+PIPELINE_BYTES = 256  # enough for the barriers of the epilogue's loads, and for what alignment takes
+BARRIER_BYTES = 16  # of a stage
 MAX_TRANSPOSED_TF32_REGISTERS = 32  # the consumers transpose B on the way, which takes the rest
 EXACT_SUM_EVERY_K = 128  # fp8: 4 WGMMAs in the tensor core's own precision, then an fp32 addition
 MAX_ACCUM_REGISTERS = 192  # per thread; more leave too few for the epilogue, and the kernel would spill
@@ -105,7 +109,7 @@ def render_skeleton(signature: Signature, config: GemmConfig, arch: Arch) -> str
         kernel_schedule=schedule.mainloop,
         loads_edges=not _takes_a_from_registers(computed),
         promoted_chunks=promoted_chunks(config) if is_promoted(signature, config) else 0,
-        stages=stage_count(config),
+        stages=stage_count(config, by_warp),
         scheduler=SCHEDULERS[config.scheduler],
         cluster_split=config.split_k if config.scheduler == CLUSTER_SPLIT else 0,
         vector_count=len(vectors),
@@ -310,6 +314,8 @@ def _reject_subtile(signature: Signature, config: GemmConfig, arch: Arch) -> str
         return f"epilogue_tile m = {m}: the warpgroups of {config.kernel_schedule} share {wanted_m} rows"
     if n % 16 or share_n(config) % n:
         return f"epilogue_tile n = {n} is no multiple of 16 that divides the {share_n(config)} columns of a CTA"
+    if (width := _mma_width(signature, config)) % n:
+        return f"epilogue_tile n = {n} does not divide the {width} columns of a WGMMA"
     is_heavy = sum(_is_tile(value) for value in _operands(signature)) > 1 or any(o.reduce for o in signature.outputs)
     if is_heavy and n > 32 and _accum_registers(signature, config) >= MAX_ACCUM_REGISTERS:
         return f"epilogue_tile n = {n}: this epilogue would spill registers above 32 columns"
@@ -372,20 +378,27 @@ def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str 
     return None
 
 
-def _epilogue_bytes(signature: Signature, config: GemmConfig) -> int:
-    """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles."""
-    schedule = SCHEDULES[config.kernel_schedule]
-    m, n = (
-        config.epilogue_tile
-        or default_epilogue_tile(signature, config)
-        or (schedule.epilogue_m, math.gcd(32, share_n(config)))
-    )
-    subtiles = config.tile_shape[0] * share_n(config) // (m * n)
+def _epilogue_bytes(signature: Signature, config: GemmConfig, columns: int | None = None) -> int:
+    """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles.
+
+    Args:
+        columns: of an epilogue tile, where not those of `config`.
+    """
+    schedule, share = SCHEDULES[config.kernel_schedule], share_n(config)
+    if columns is None:
+        tile = config.epilogue_tile or default_epilogue_tile(signature, config)
+        columns = tile[1] if tile else math.gcd(NARROW_COLUMNS, share)
+    subtiles = config.tile_shape[0] * share // (schedule.epilogue_m * columns)
     loaded = sum(value.dtype.bytes for value in signature.inputs if _is_tile(value)) * min(subtiles, 4)
     stored = sum(value.dtype.bytes for value in signature.outputs if _is_tile(value)) * min(subtiles, 2)
-    rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
     partials = sum(4 for value in signature.outputs if value.reduce and value.kind is Kind.ROW) * schedule.threads // 32
-    return m * n * (loaded + stored) + share_n(config) * (rows + partials)
+    tiles = schedule.epilogue_m * columns * (loaded + stored)
+    if not stores_by_warp(signature, config):
+        rows = sum(value.dtype.bytes for value in signature.inputs if value.kind is Kind.ROW)
+        return tiles + share * (rows + partials)
+    extents = {Kind.ROW: share, Kind.COL: config.tile_shape[0], Kind.SCALAR: 1}
+    staged = sum(extents.get(value.kind, 0) for value in signature.inputs) * DType.F32.bytes
+    return math.ceil((tiles + staged + share * partials) / SWIZZLE_BYTES) * SWIZZLE_BYTES + PIPELINE_BYTES
 
 
 # Names in C++
@@ -435,14 +448,25 @@ def epilogue_tile(tile: tuple[int, int] | None) -> str:
 def default_epilogue_tile(signature: Signature, config: GemmConfig) -> tuple[int, int] | None:
     """What a config without an `epilogue_tile` takes; None for CUTLASS's choice, 32 columns.
 
-    Where each warp stores its part of D, a row of it fills a line of memory, if registers suffice: not for a reduction.
+    Where each warp stores its part of D, a row of it fills a line of memory, if that costs no stage of the mainloop and
+    registers suffice: not for a reduction.
     """
     if not stores_by_warp(signature, config) or any(output.reduce for output in signature.outputs):
         return None
     columns = min(LINE_BYTES // signature.outputs[_d_index(signature)].dtype.bytes, MOST_EPILOGUE_COLUMNS)
     if share_n(config) % columns or _mma_width(signature, config) % columns:
         return None
-    return SCHEDULES[config.kernel_schedule].epilogue_m, columns
+    narrow = math.gcd(NARROW_COLUMNS, share_n(config))
+    stages = config.stages or _stages_beside(signature, config, narrow)
+    costs_a_stage = _stages_beside(signature, config, columns) < stages
+    return None if costs_a_stage else (SCHEDULES[config.kernel_schedule].epilogue_m, columns)
+
+
+def _stages_beside(signature: Signature, config: GemmConfig, columns: int) -> int:
+    """How many stages of the mainloop find room beside an epilogue with tiles of so many columns."""
+    m, n, k = config.tile_shape
+    stage_bytes = k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes) + BARRIER_BYTES
+    return (ARCHS["sm90"].smem_bytes - _epilogue_bytes(signature, config, columns)) // stage_bytes
 
 
 def without_default(signature: Signature, config: GemmConfig) -> GemmConfig:
@@ -451,11 +475,17 @@ def without_default(signature: Signature, config: GemmConfig) -> GemmConfig:
     return replace(config, epilogue_tile=None) if is_default else config
 
 
-def stage_count(config: GemmConfig) -> str:
-    """The C++ tag of the mainloop's stages: a number, or as many as fit beside the epilogue."""
+def stage_count(config: GemmConfig, is_staged: bool = False) -> str:
+    """The C++ tag of the mainloop's stages: a number, or as many as fit beside the epilogue.
+
+    With staged vectors the epilogue's storage as a whole, rounded up twice to what swizzles need, would cost a stage.
+    """
     if config.stages is not None:
         return f"cutlass::gemm::collective::StageCount<{config.stages}>"
-    return "cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>"
+    carveout = "int(sizeof(typename Epilogue::SharedStorage))"
+    if is_staged:
+        carveout = f"int(sizeof(typename Epilogue::TensorStorage)) + {PIPELINE_BYTES}"
+    return f"cutlass::gemm::collective::StageCountAutoCarveout<{carveout}>"
 
 
 def _argument_statements(config: GemmConfig, vectors: Sequence[str]) -> list[str]:

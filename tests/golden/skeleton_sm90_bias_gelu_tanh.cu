@@ -45,7 +45,7 @@ using WholeMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
     cutlass::bfloat16_t, cutlass::layout::RowMajor, 8,
     cutlass::bfloat16_t, cutlass::layout::ColumnMajor, 8,
-    ElementAccum, TileShape, ClusterShape, cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::SharedStorage))>,
+    ElementAccum, TileShape, ClusterShape, cutlass::gemm::collective::StageCountAutoCarveout<int(sizeof(typename Epilogue::TensorStorage)) + 256>,
     cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
 using Mainloop = gemmgen::EdgeMainloop<WholeMainloop>;
 using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
