@@ -500,9 +500,10 @@ def _argument_statements(config: GemmConfig, vectors: Sequence[str]) -> list[str
 def stores_by_warp(signature: Signature, config: GemmConfig) -> bool:
     """Whether each warp stores its part of D itself: where D is the only tile of the epilogue, with N contiguous.
 
-    Not in stream-K, which leaves no registers for it.
+    Not where that leaves too few registers: in stream-K, and where a wide tile's sums are promoted.
     """
-    if config.swapped or config.scheduler == "stream_k":
+    is_tight = config.scheduler == "stream_k" or (is_promoted(signature, config) and config.tile_shape[1] > 128)
+    if config.swapped or is_tight:
         return False
     return _d_index(signature) >= 0 and sum(map(_is_tile, _operands(signature))) == 1
 

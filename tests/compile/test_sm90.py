@@ -385,8 +385,9 @@ def test_wgmmas_are_as_wide_as_the_tile(value, config, wgmma):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("value, config, loading_warps", [
-    pytest.param(signature(), WIDE, 1, id="cooperative"),
-    pytest.param(signature(DType.I8), NARROW, 1, id="pingpong"),
+    pytest.param(signature(inputs=()), WIDE, 1, id="cooperative"),
+    pytest.param(signature(), WIDE, 2, id="vectors-of-the-epilogue"),
+    pytest.param(signature(DType.I8), NARROW, 2, id="pingpong"),
     pytest.param(signature(inputs=(ROW, TILE)), PINGPONG, 2, id="tiles-of-the-epilogue"),
     pytest.param(signature(inputs=(ROW, TILE)), SPLIT, 1, id="cluster-split"),
 ])  # fmt: skip
