@@ -76,7 +76,6 @@ SCHEDULERS = {
     CLUSTER_SPLIT: "",  # a kernel of its own
 }
 FP8 = (DType.E4M3, DType.E5M2)
-VECTORS = (Kind.ROW, Kind.COL, Kind.SCALAR)
 FLOATS_16_BIT = (DType.BF16, DType.F16)
 EPILOGUE_DTYPES = (DType.F32, DType.BF16, DType.F16, DType.E4M3, DType.E5M2, DType.I8, DType.I32, DType.BOOL)
 REDUCERS = {Reduce.SUM: "gemmgen::Sum", Reduce.MAX: "gemmgen::Max", Reduce.MIN: "gemmgen::Min"}
@@ -503,8 +502,8 @@ def stores_by_warp(signature: Signature, config: GemmConfig) -> bool:
 
     Not where a kernel would spill for it: in stream-K, where a wide tile's sums are promoted, and beside many vectors.
     """
-    n, vectors = config.tile_shape[1], sum(value.kind in VECTORS for value in signature.inputs)
-    has_registers = not (n > 192 and vectors > 2) and not (n > 128 and is_promoted(signature, config))
+    n = config.tile_shape[1]
+    has_registers = not (n > 192 and len(_vectors(signature)) > 2) and not (n > 128 and is_promoted(signature, config))
     if config.swapped or config.scheduler == "stream_k" or not has_registers:
         return False
     return _d_index(signature) >= 0 and sum(map(_is_tile, _operands(signature))) == 1
