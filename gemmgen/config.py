@@ -45,7 +45,11 @@ class GemmConfig:
     def compiled(self) -> GemmConfig:
         """This config with the run-time values at their defaults: what a skeleton is compiled for."""
         split_k = self.split_k if self.scheduler == CLUSTER_SPLIT else 1
-        return replace(self, swizzle=1, raster="heuristic", split_k=split_k)
+        return replace(self.unordered(), split_k=split_k)
+
+    def unordered(self) -> GemmConfig:
+        """This config with the order of its tiles at its default: the same for all orders of one kernel."""
+        return replace(self, swizzle=1, raster="heuristic")
 
     @property
     def label(self) -> str:

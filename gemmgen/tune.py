@@ -285,7 +285,7 @@ def _finalists(plans: Plans) -> Plans:
 
 def _unordered(way: Way) -> Way:
     """The same for all orders of one kernel's tiles."""
-    return Fused(replace(way.config, swizzle=1, raster="heuristic")) if isinstance(way, Fused) else way
+    return Fused(way.config.unordered()) if isinstance(way, Fused) else way
 
 
 def _chain(call: Call, plan: Plan) -> list[tuple[Tensor, Tensor]]:
