@@ -32,6 +32,7 @@ MAX_LOOPED_BATCHES = 16  # torch's 8-bit products take no batch: one launch each
 INT8_MIN_ROWS = 17
 INT8_MULTIPLE = 8
 FP8_ALIGNED_BYTES = 16
+LT_ALIGNED_BYTES = 16  # torch 2.11 on an H200: at 8 bytes, or 4, in N, K or a stride of A or B, gelu is torch's own
 
 _aten: Any = torch.ops.aten
 
@@ -323,8 +324,8 @@ def _biased(form: _Form, bias: str, binding: Binding) -> TorchOp | str:
         return reason
     if not _is_one_product(binding):
         return "torch adds a bias to one product, not to a batch of them"
-    if form.activation == "gelu_tanh" and min(extents.M * extents.L, extents.N, extents.K) == 1:
-        return "with an extent of 1 torch rounds before its GELU"  # addmm alone rounds once even then
+    if form.activation == "gelu_tanh" and (reason := _reject_gelu(binding)):
+        return reason
     name, finish, passes = _BIASED[form.activation]
 
     def call(A: Tensor, B: Tensor, operands: Operands, D: Tensor) -> None:
@@ -332,6 +333,16 @@ def _biased(form: _Form, bias: str, binding: Binding) -> TorchOp | str:
         _multiply(lambda left, right, out: finish(row, left, right, out), None, A, B, D)
 
     return TorchOp(name, call, passes, bias, is_plain=not extents.batched)
+
+
+def _reject_gelu(binding: Binding) -> str | None:
+    """Why torch would not leave its GELU to cuBLASLt, but take it of what is rounded; a bias alone it adds before."""
+    extents, size = binding.extents, binding.signature.a.dtype.bytes
+    if min(extents.M * extents.L, extents.N, extents.K) == 1:
+        return "with an extent of 1 torch rounds before its GELU"
+    if min(binding.a.aligned_bytes, binding.b.aligned_bytes, binding.tile_alignment * size) < LT_ALIGNED_BYTES:
+        return f"torch rounds before its GELU where rows are not aligned to {LT_ALIGNED_BYTES} bytes"
+    return None
 
 
 def _addmm(bias: Tensor, A: Tensor, B: Tensor, D: Tensor) -> object:

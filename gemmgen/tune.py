@@ -51,7 +51,7 @@ MOST_PAUSE_US = 750.0  # not measured itself
 # has ended wins only there. Each has a B of its own, so that it is not in L2, and all else is little.
 CHAINED_CALLS = 4
 MOST_CHAINED_ROWS = 256
-MOST_CHAINED_BYTES = 128 << 20  # of one B
+MOST_CHAINED_BYTES = 1 << 30  # of one B
 LEAST_B_OF_CHAIN = 4  # bytes for each of what the calls share
 
 _one_at_a_time = threading.Lock()  # two measurements would disturb each other

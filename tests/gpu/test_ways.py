@@ -254,18 +254,34 @@ def test_torchs_bias_rounds_once(epilogue):
         assert (by_torch(gg.Gemm(epilogue), A[:rows], B, {"bias": bias}) == 1).all()  # 257 is no bf16
 
 
-def test_torchs_gelu_rounds_once():
-    """tanh-GELU of 257 - 256 is that of 1; of 256 - 256 or 258 - 256, as they round, it would be 0 or 1.95."""
-    A = torch.ones(32, 264, dtype=torch.bfloat16, device=CUDA)
-    A[:, 257:] = 0
-    B = torch.ones(264, 64, dtype=torch.bfloat16, device=CUDA)
-    bias = torch.full((64,), -256, dtype=torch.bfloat16, device=CUDA)
-    D = by_torch(gg.Gemm(library.bias_gelu_tanh), A, B, {"bias": bias})
+def gelu_of_one(M: int, N: int, K: int, padding: int = 0):
+    """tanh-GELU of 257 - 256 is that of 1, 0.8412; of 256 - 256 or 258 - 256, as they round, it would be 0 or 1.95."""
+    A = torch.zeros(M, K + padding, dtype=torch.bfloat16, device=CUDA)[:, :K]
+    A[:, 0], A[:, 1] = 256, 1
+    B = torch.ones(N, K + padding, dtype=torch.bfloat16, device=CUDA)[:, :K].t()
+    return A, B, {"bias": torch.full((N,), -256, dtype=torch.bfloat16, device=CUDA)}
+
+
+@pytest.mark.parametrize("M, N, K", [(32, 64, 264), (77, 136, 72), (2, 8, 8), (511, 768, 1024)], ids=str)
+def test_torchs_gelu_rounds_once(M, N, K):
+    A, B, operands = gelu_of_one(M, N, K)
+    D = by_torch(gg.Gemm(library.bias_gelu_tanh), A, B, operands)
     assert (D.float() - 0.8412).abs().max() < 0.004
 
 
+UNALIGNED = [(77, 131, 45, 0), (64, 132, 64, 0), (64, 128, 44, 0), (64, 128, 64, 4), (1, 131, 45, 0)]
+
+
+@pytest.mark.parametrize("M, N, K, padding", UNALIGNED, ids=str)
+def test_gelu_rounds_once_where_torchs_does_not(M, N, K, padding):
+    A, B, operands = gelu_of_one(M, N, K, padding)
+    op = gg.Gemm(library.bias_gelu_tanh, tune="off")
+    assert op._op.runner.plan(A, B, operands).way != "library"
+    assert (op(A, B, **operands).float() - 0.8412).abs().max() < 0.004
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("M, N, K", [(512, 768, 1024), (16, 4096, 1024), (77, 131, 45)], ids=str)
+@pytest.mark.parametrize("M, N, K", [(512, 768, 1024), (16, 4096, 1024), (77, 136, 48)], ids=str)
 def test_torchs_gelu_is_as_accurate_as_torch(M, N, K, dtype):
     op = gg.Gemm(library.bias_gelu_tanh)
     A, B = matrices(M, N, K, "nt", dtype, make=uniform)
