@@ -58,17 +58,19 @@ TMA_BYTES = 16
 # from there on, as far as kernels have been measured there.
 SHORTFALL = 3.3  # times M ** -0.5
 SHORTFALL_LEAST_ROWS = 512
-# kernels of the swapped problem beside cuBLASLt's, fitted on bench/results/decode-h200.json
+# kernels of the swapped problem beside others, fitted on bench/results/ways-h200-2.json
 SWAPPED_AT_ONE_ROW = 0.96
-SWAPPED_PER_ROW = 0.001
+SWAPPED_PER_ROW = 0.0018
 SWAPPED_MOST_ROWS = 128  # no wider tile: more rows are more tiles of the same
 PRODUCT_SWAPPED_MOST_ROWS = 512
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
-# by how much cuBLASLt's products with an epilogue take longer than this model says, which is right at fewer rows
-PRODUCT_SHORTFALL = 1.03
-PRODUCT_SHORTFALL_LEAST_ROWS = 1024
+# By how much cuBLASLt's products with a bias, and those with an activation, take longer than this model says, with
+# fewer rows and with so many. The latter beside fused kernels, fitted on bench/results/ways-h200-2.json.
+PRODUCT_SHORTFALL = (1.0, 1.03)
+ACTIVATION_SHORTFALL = (1.2, 1.06)
+SHORTFALL_ROWS = 1024
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
 
 Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
@@ -456,16 +458,19 @@ def estimate_split_us(signature: Signature, extents: Extents, sm_count: int) -> 
     return (product + LAUNCH_CYCLES + pointwise) / (CLOCK_GHZ * 1e3)
 
 
-def estimate_library_us(signature: Signature, extents: Extents, sm_count: int, passes: int = 0) -> float:
+def estimate_library_us(
+    signature: Signature, extents: Extents, sm_count: int, passes: int = 0, activates: bool = False
+) -> float:
     """The model's time of torch's product with an epilogue of its own.
 
     Args:
+        activates: whether that epilogue has an activation.
         passes: over the result in place, behind it.
     """
     cycles = _product_cycles(signature, extents, sm_count, "library")
     elements = extents.M * extents.N * extents.L
     if signature.inputs and signature.a.dtype not in FP8:  # scales are part of the fp8 product
-        cycles *= PRODUCT_SHORTFALL if extents.M >= PRODUCT_SHORTFALL_LEAST_ROWS else 1.0
+        cycles *= (ACTIVATION_SHORTFALL if activates else PRODUCT_SHORTFALL)[extents.M >= SHORTFALL_ROWS]
         cycles += elements / PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK
         cycles *= 1.0 if _is_aligned(signature) else UNALIGNED_PRODUCT_EPILOGUE
     moved = 2 * elements * signature.outputs[0].dtype.bytes

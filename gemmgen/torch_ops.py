@@ -206,6 +206,7 @@ class TorchOp:
         passes: over D in place, behind the product.
         bias: the operand that it adds.
         is_plain: whether `name` alone, of A, B and the bias as they are given, makes D.
+        activates: whether the product's own epilogue has an activation.
     """
 
     name: str
@@ -213,6 +214,7 @@ class TorchOp:
     passes: int = 0
     bias: str | None = None
     is_plain: bool = False
+    activates: bool = False
 
 
 def torch_op(binding: Binding, arch: Arch) -> TorchOp | str:
@@ -332,7 +334,8 @@ def _biased(form: _Form, bias: str, binding: Binding) -> TorchOp | str:
         row = _vector(operands[bias])
         _multiply(lambda left, right, out: finish(row, left, right, out), None, A, B, D)
 
-    return TorchOp(name, call, passes, bias, is_plain=not extents.batched)
+    activates = form.activation is not None and not passes
+    return TorchOp(name, call, passes, bias, is_plain=not extents.batched, activates=activates)
 
 
 def _reject_gelu(binding: Binding) -> str | None:

@@ -124,8 +124,8 @@ class Library:
     def estimate_us(self, binding: Binding, extents: Extents, target: Target) -> float:
         """The model's time for a call like that of `binding` with these extents, in microseconds."""
         op = torch_op(binding, target.arch)
-        passes = op.passes if isinstance(op, TorchOp) else 0
-        return choose.estimate_library_us(binding.signature, extents, target.sm_count, passes)
+        passes, activates = (op.passes, op.activates) if isinstance(op, TorchOp) else (0, False)
+        return choose.estimate_library_us(binding.signature, extents, target.sm_count, passes, activates)
 
     def fitted_to(self, extents: Extents) -> Library:
         """This way for another M."""

@@ -131,9 +131,10 @@ def test_the_way_that_is_chosen_is_near_the_best_of_all_configs(problem):
     assert chosen <= 1.05 * min(is_exact.values())
 
 
-FEW_ROWS = {
+FEW_ROWS = {  # with more rows kernels have become faster since
     (row["M"], row["N"], row["K"]): row["us"]
     for row in json.loads((RESULTS / "decode-h200.json").read_text())["problems"]
+    if row["M"] < 64
 }
 
 
@@ -160,11 +161,9 @@ def test_few_rows_run_by_a_way_that_is_the_fastest_or_nearly(M, N, K):
     assert time_us <= 1.08 * best
 
 
-def test_few_rows_of_weights_run_swapped_and_more_of_them_by_torch():
-    chosen = {problem: select(_binding("bias_gelu_tanh", *problem), TARGET).ways[0] for problem in FEW_ROWS}
-    for (M, *_), way in chosen.items():
-        assert (way is LIBRARY) == (M >= 64)
-        assert way is LIBRARY or way.config.swapped
+def test_few_rows_of_weights_run_swapped():
+    for problem in FEW_ROWS:
+        assert select(_binding("bias_gelu_tanh", *problem), TARGET).ways[0].config.swapped
 
 
 def test_eight_bits_run_fused_where_that_was_measured_to_be_faster():
@@ -222,8 +221,14 @@ def test_the_estimate_of_torchs_op_is_close():
     assert max(off.values()) <= 0.6, off
 
 
-# what the tuner measured of every way it tried
-TUNED = json.loads((RESULTS / "ways-h200.json").read_text())["problems"]
+def _tuned() -> list[dict]:
+    """What the tuner measured of every way it tried: of each problem the latest."""
+    files = [RESULTS / f"ways-h200{part}.json" for part in ("", "-2")]
+    rows = [row for path in files for row in json.loads(path.read_text())["problems"]]
+    return list({(row["case"], row["M"], row["N"], row["K"]): row for row in rows}.values())
+
+
+TUNED = _tuned()
 IN_SUITE = [row for row in TUNED if row["M"] in MS_IN_ORDER]
 REAL_LENGTHS = [row for row in TUNED if row["M"] not in MS_IN_ORDER]
 
