@@ -156,7 +156,8 @@ class Gemm:
         """Measure the ways to run a call on these very tensors, and keep the times for its bucket of M.
 
         Kernels are built in parallel; each is checked against torch's product before it may win. Nothing of the
-        caller's is written. Later calls use the fastest, in other processes on this machine too.
+        caller's is written. Later calls use the fastest, in other processes on this machine too. For up to 256 rows
+        and B of up to 1 GB it takes three further copies of B, where there is memory for them.
 
         Args:
             given: operands too, by name; for those whose name is a keyword of this method.
