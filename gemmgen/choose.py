@@ -66,11 +66,11 @@ PRODUCT_SWAPPED_MOST_ROWS = 512
 PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 1.4 at 128
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
-# By how much cuBLASLt's products with a bias, and those with an activation, take longer than this model says, with
-# fewer rows and with so many. The latter beside fused kernels, fitted on bench/results/ways-h200-2.json.
+# By how much cuBLASLt's products with a bias, and those with an activation, take longer than this model says, with few
+# rows and with many. The latter beside fused kernels, fitted on bench/results/ways-h200-2.json.
 PRODUCT_SHORTFALL = (1.0, 1.03)
 ACTIVATION_SHORTFALL = (1.2, 1.06)
-SHORTFALL_ROWS = 1024
+PRODUCT_SHORTFALL_LEAST_ROWS = 1024
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
 
 Rejector = Callable[[Signature, GemmConfig, Arch], "str | None"]
@@ -464,13 +464,14 @@ def estimate_library_us(
     """The model's time of torch's product with an epilogue of its own.
 
     Args:
-        activates: whether that epilogue has an activation.
         passes: over the result in place, behind it.
+        activates: whether that epilogue has an activation.
     """
     cycles = _product_cycles(signature, extents, sm_count, "library")
     elements = extents.M * extents.N * extents.L
     if signature.inputs and signature.a.dtype not in FP8:  # scales are part of the fp8 product
-        cycles *= (ACTIVATION_SHORTFALL if activates else PRODUCT_SHORTFALL)[extents.M >= SHORTFALL_ROWS]
+        few, many = ACTIVATION_SHORTFALL if activates else PRODUCT_SHORTFALL
+        cycles *= many if extents.M >= PRODUCT_SHORTFALL_LEAST_ROWS else few
         cycles += elements / PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK
         cycles *= 1.0 if _is_aligned(signature) else UNALIGNED_PRODUCT_EPILOGUE
     moved = 2 * elements * signature.outputs[0].dtype.bytes

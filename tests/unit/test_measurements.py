@@ -246,6 +246,14 @@ def _mean(losses: list[float]) -> float:
     return statistics.geometric_mean(1 + loss for loss in losses) - 1
 
 
+def test_some_rows_with_gelu_run_by_a_way_that_is_the_fastest_or_nearly():
+    """Within 8 percent at M of 64 and 128, as at fewer rows."""
+    rows = [row for row in TUNED if row["case"] == "bias_gelu_tanh" and row["M"] in (64, 128)]
+    losses = [_loss(row) for row in rows]
+    assert len(losses) >= 16 and None not in losses
+    assert max(losses) <= 0.08
+
+
 def test_the_heuristic_is_near_the_tuner_in_the_suite():
     """The goal: 5 percent in geometric mean, 15 at worst."""
     losses = [loss for row in IN_SUITE if (loss := _loss(row)) is not None]
