@@ -104,7 +104,8 @@ def _sm90(
 ) -> GemmConfig:
     raster = "N" if cluster[0] > 1 else "M" if cluster[1] > 1 else "heuristic"  # neighbours in time share an operand
     config = GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster=raster)
-    return replace(config, scheduler="stream_k", split_k=split_k) if split_k else config
+    scheduler = CLUSTER_SPLIT if schedule == "single" else "stream_k"
+    return replace(config, scheduler=scheduler, split_k=split_k) if split_k else config
 
 
 def _swapped(
@@ -175,6 +176,8 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     *(_sm90(128, 256, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 3, 4)),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
+    # up to 64 rows: two SMs for each tile, where there are half as many tiles
+    *(_sm90(64, n, "single", split_k=2) for n in (96, 128, 160)),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
     _swapped(64, 16, 128, "single", 1, stages=5),

@@ -285,6 +285,7 @@ VECTOR_CONFIGS = [
     gg.GemmConfig("sm90", (64, 192, 64), (1, 1), "pingpong"),
     gg.GemmConfig("sm90", (192, 64, 64), (1, 2), "pingpong", (64, 64)),
     gg.GemmConfig("sm90", (64, 64, 64), (1, 1), "single", scheduler="cluster_split", split_k=2),
+    gg.GemmConfig("sm90", (64, 160, 64), (1, 1), "single", scheduler="cluster_split", split_k=2),
     gg.GemmConfig("sm90", (128, 128, 64), (1, 1), "cooperative", scheduler="stream_k", split_k=2),
 ]
 
@@ -303,7 +304,7 @@ def test_vectors_and_numbers_reach_every_tile(config, dtype):
         assert_exact(op, A, B, operands, out)
 
 
-@pytest.mark.parametrize("config", [VECTOR_CONFIGS[0], VECTOR_CONFIGS[2], VECTOR_CONFIGS[5]], ids=lambda c: c.label)
+@pytest.mark.parametrize("config", [VECTOR_CONFIGS[0], VECTOR_CONFIGS[2], VECTOR_CONFIGS[-1]], ids=lambda c: c.label)
 def test_reductions_beside_one_tile_are_exact(config):
     op = gg.Gemm(all_vectors_and_totals, config=config)
     for M, N, K, lead in ((1000, 1360, 72, ()), (130, 72, 520, (3,))):
@@ -336,6 +337,7 @@ FEW_ROWS_CONFIGS = [
     cluster_split((64, 128, 128), 4),
     cluster_split((128, 32, 128), 2),
     gg.GemmConfig("sm90", (64, 64, 128), kernel_schedule="single", scheduler="cluster_split", split_k=4),
+    gg.GemmConfig("sm90", (64, 96, 64), kernel_schedule="single", scheduler="cluster_split", split_k=2),
 ]
 # N is no multiple of a tile; of K, some slices get more than others, and some nothing
 FEW_ROWS_SHAPES = [(1, 264, 1000), (3, 1032, 136), (17, 72, 264), (100, 520, 1032)]
@@ -389,6 +391,7 @@ EXACT_FP8_CONFIGS = [
     cluster_split((64, 16, 128), 4),
     cluster_split((64, 64, 128), 2),
     cluster_split((64, 96, 128), 2),
+    gg.GemmConfig("sm90", (64, 128, 128), (1, 1), "single", scheduler="cluster_split", split_k=2),
 ]
 
 
