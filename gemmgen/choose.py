@@ -177,7 +177,7 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
     # up to 64 rows: two SMs for each tile, where there are half as many tiles
-    *(_sm90(64, n, "single", split_k=2) for n in (96, 128, 160)),
+    *(_sm90(64, n, "single", split_k=2) for n in (128, 160)),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
     _swapped(64, 16, 128, "single", 1, stages=5),
@@ -287,8 +287,10 @@ def fitted_to(extents: Extents, config: GemmConfig) -> GemmConfig:
     empty tiles; it takes the widest swizzle that hardly adds any. Without a swizzle a raster along the longer side
     would stream all of the other operand once for each row of tiles; the heuristic takes the shorter side.
     """
-    if config.family != "sm90" or config.scheduler == CLUSTER_SPLIT:
+    if config.family != "sm90":
         return config
+    if config.scheduler == CLUSTER_SPLIT:  # its clusters have one order
+        return config.unordered()
     extents = _kernel_extents(extents, config)
     if config.scheduler != "stream_k":
         return replace(config, swizzle=min(SWIZZLES, key=lambda s: _read_at_a_time(extents, config, s)))

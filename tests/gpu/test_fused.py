@@ -337,7 +337,7 @@ FEW_ROWS_CONFIGS = [
     cluster_split((64, 128, 128), 4),
     cluster_split((128, 32, 128), 2),
     gg.GemmConfig("sm90", (64, 64, 128), kernel_schedule="single", scheduler="cluster_split", split_k=4),
-    gg.GemmConfig("sm90", (64, 96, 64), kernel_schedule="single", scheduler="cluster_split", split_k=2),
+    gg.GemmConfig("sm90", (64, 160, 64), kernel_schedule="single", scheduler="cluster_split", split_k=2),
 ]
 # N is no multiple of a tile; of K, some slices get more than others, and some nothing
 FEW_ROWS_SHAPES = [(1, 264, 1000), (3, 1032, 136), (17, 72, 264), (100, 520, 1032)]

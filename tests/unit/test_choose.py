@@ -247,6 +247,12 @@ def test_the_configs_that_those_are_made_of_are_legal():
         assert choose.reject_reason(signature(), config, ARCHS[arch]) is None
 
 
+def test_a_tile_for_each_pair_of_sms_is_worth_measuring():
+    """10240 columns are 64 tiles of 160: on an H200 faster than any kernel that gives an SM a tile of its own."""
+    tried = [choice.config for choice in worth_measuring(signature(), extents(64, 10240, 8192), SM90, SMS, most=18)]
+    assert GemmConfig("sm90", (64, 160, 64), (1, 1), "single", scheduler="cluster_split", split_k=2) in tried
+
+
 def test_no_kernel_at_all_is_an_error_with_the_reasons():
     value = signature(DType.F64)
     with pytest.raises(IllegalConfig, match="no kernel of sm90"):
@@ -274,6 +280,12 @@ def test_tiles_that_run_at_a_time_share_rows_and_columns_alike(tile, cluster, ra
 def test_a_group_is_no_wider_than_the_problem(M, N):
     config = GemmConfig("sm90", (128, 128, 64), (1, 1), "pingpong", raster="N")
     assert fitted_to(extents(M, N, 64), config).swizzle <= -(-M // 128)
+
+
+def test_clusters_that_split_k_have_one_order_of_tiles():
+    config = GemmConfig("sm90", (64, 160, 64), (1, 1), "single", scheduler="cluster_split", split_k=2)
+    for raster in ("heuristic", "M", "N"):
+        assert fitted_to(extents(64, 10240, 8192), replace(config, raster=raster, swizzle=4)) == config
 
 
 # the split way
