@@ -23,18 +23,16 @@ from gemmgen.signature import Kind, Output, Signature
 CLOCK_GHZ = 1.7  # under load
 MACS_PER_CLOCK = 2048  # of one SM, 16-bit inputs
 MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
-SM_BYTES_PER_CLOCK = 44  # what one SM draws through L2 when all do
-SM_PEAK_BYTES_PER_CLOCK = 48  # when few do
+SM_BYTES_PER_CLOCK = 44  # what one SM draws of what L2 holds
+FROM_MEMORY = 0.41  # by what share longer it takes for what no other tile has read
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
-# of the whole device, beside its memory: what lies beyond M or N. Fitted to kernels that left it to TMA to fill in, and
-# lost more by that than by what sm90_edges.hpp loads in its place
-OUTSIDE_BYTES_PER_CLOCK = 4000
+OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what lies beyond M or N
 L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
 TURN_TRAFFIC = 4  # times its partial sums, which are written and read back through L2
 TURN_CYCLES = 1500  # until a CTA sees that the one before it has added its partial sums
-GATHER_CYCLES = 1200  # two barriers of a cluster and the latency of its distributed shared memory
+GATHER_CYCLES = 800  # two barriers of a cluster and the latency of its distributed shared memory
 START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
 LARGE_CLUSTERS = 0.92  # of those that the SMs would hold: of 33 clusters of four fewer than 32 are resident at once
@@ -69,7 +67,7 @@ PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt
 # By how much cuBLASLt's products with a bias, and those with an activation, take longer than this model says, with few
 # rows and with many. The latter beside fused kernels, fitted on bench/results/ways-h200-2.json.
 PRODUCT_SHORTFALL = (1.0, 1.03)
-ACTIVATION_SHORTFALL = (1.2, 1.06)
+ACTIVATION_SHORTFALL = (1.2, 1.08)
 PRODUCT_SHORTFALL_LEAST_ROWS = 1024
 UNALIGNED_PRODUCT_EPILOGUE = 10.0  # times slower than aligned; one measurement, 1000 x 1003 x 777
 
@@ -138,6 +136,7 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     _sm90(64, 96, "pingpong"),
     _sm90(64, 48, "pingpong"),
     _sm90(64, 16, "pingpong"),
+    _sm90(64, 160, "single", split_k=2),  # two SMs for each tile
     # few tiles, long K: split_k 1 is stream-K
     *(_sm90(128, n, "cooperative", split_k=split_k) for n in (64, 128) for split_k in (2, 3, 4, 6, 8)),
     _sm90(128, 128, "cooperative", split_k=1),
@@ -146,13 +145,10 @@ SM90_CANDIDATES: tuple[GemmConfig, ...] = (
     *(_sm90(128, 128, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 4)),
 )
 # few rows: weights along the 64 rows of a WGMMA, and no wider than the rows; each SM keeps long runs of B in flight
-SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = tuple(
-    config
-    for n in (8, 16, 32, 64, 128)
-    for config in (
-        _swapped(64, n, 128),
-        *(_swapped(64, n, 128, "single", split_k) for split_k in (1, 2, 4)),
-    )
+SWAPPED_CANDIDATES: tuple[GemmConfig, ...] = (
+    *(_swapped(64, n, 128) for n in (8, 16, 32, 64, 128)),
+    *(_swapped(64, n, 128, "single", split_k) for n in (8, 16, 32, 64, 128) for split_k in (1, 2, 4)),
+    _swapped(64, 16, 128, "single", stages=5),  # two CTAs for each SM
 )
 # where partial sums are promoted: the widest tile whose halves do so in turn
 EXACT_FP8_CANDIDATES: tuple[GemmConfig, ...] = (_sm90(128, 192, "cooperative", (2, 1)),)
@@ -176,11 +172,9 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     *(_sm90(128, 256, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 3, 4)),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
-    # up to 64 rows: two SMs for each tile, where there are half as many tiles
-    *(_sm90(64, n, "single", split_k=2) for n in (128, 160)),
+    _sm90(64, 128, "single", split_k=2),
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
-    _swapped(64, 16, 128, "single", 1, stages=5),
     _swapped(64, 16, 256),
     *(_swapped(128, n, 128, "cooperative", split_k) for n in (16, 64) for split_k in (1, 2, 4)),
 )
@@ -342,7 +336,7 @@ def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count
     tiles, resident = _tiles(extents, config), _resident(signature, config, sm_count)
     steps = math.ceil(extents.K / config.tile_shape[2])
     active = min(tiles * (config.split_k if config.scheduler != "stream_k" or config.split_k > 1 else steps), resident)
-    step = _step_cycles(signature, extents, config, active, sm_count, macs_per_clock)
+    step = _step_cycles(signature, extents, config, macs_per_clock)
     epilogue = _epilogue_cycles(signature, config)
     memory = _memory_cycles(signature, extents, config)
     if config.scheduler == CLUSTER_SPLIT:
@@ -402,15 +396,14 @@ def _ctas_per_sm(signature: Signature, config: GemmConfig) -> int:
     return 2 if 0 < stages_bytes <= HALF_SMEM_BYTES else 1
 
 
-def _step_cycles(
-    signature: Signature, extents: Extents, config: GemmConfig, active: int, sm_count: int, macs_per_clock: float
-) -> float:
-    """One k tile of the mainloop: the slower of its tensor cores and its loads, where `active` CTAs load at once."""
-    (tm, tn, tk), (cm, cn) = config.tile_shape, config.cluster_shape
+def _step_cycles(signature: Signature, extents: Extents, config: GemmConfig, macs_per_clock: float) -> float:
+    """One k tile of the mainloop: the slower of its tensor cores and its loads."""
+    (tm, tn, tk), (cm, cn), (tiles_m, tiles_n) = config.tile_shape, config.cluster_shape, _grid(extents, config)
     rows, columns = min(tm, extents.M), min(tn, extents.N)
     in_flight = IN_FLIGHT_BYTES_PER_CLOCK * (rows + columns) / (tm + tn)
-    loads = min(SM_PEAK_BYTES_PER_CLOCK, SM_BYTES_PER_CLOCK * sm_count / active, in_flight)
-    return max(tm * tn * tk / macs_per_clock, tk * (rows / cn + columns / cm) * signature.a.dtype.bytes / loads)
+    loads = min(SM_BYTES_PER_CLOCK, in_flight)
+    lines = rows / cn * (1 + FROM_MEMORY * cn / tiles_n) + columns / cm * (1 + FROM_MEMORY * cm / tiles_m)
+    return max(tm * tn * tk / macs_per_clock, tk * lines * signature.a.dtype.bytes / loads)
 
 
 def _cluster_cycles(

@@ -223,7 +223,7 @@ def test_the_estimate_of_torchs_op_is_close():
 
 def _tuned() -> list[dict]:
     """What the tuner measured of every way it tried: of each problem the latest."""
-    files = [RESULTS / f"ways-h200{part}.json" for part in ("", "-2")]
+    files = [RESULTS / f"ways-h200{part}.json" for part in ("", "-2", "-3")]
     rows = [row for path in files for row in json.loads(path.read_text())["problems"]]
     return list({(row["case"], row["M"], row["N"], row["K"]): row for row in rows}.values())
 
