@@ -336,7 +336,7 @@ def _cycles(signature: Signature, extents: Extents, config: GemmConfig, sm_count
     tiles, resident = _tiles(extents, config), _resident(signature, config, sm_count)
     steps = math.ceil(extents.K / config.tile_shape[2])
     active = min(tiles * (config.split_k if config.scheduler != "stream_k" or config.split_k > 1 else steps), resident)
-    step = _step_cycles(signature, extents, config, macs_per_clock)
+    step = _step_cycles(signature, extents, config, active, sm_count, macs_per_clock)
     epilogue = _epilogue_cycles(signature, config)
     memory = _memory_cycles(signature, extents, config)
     if config.scheduler == CLUSTER_SPLIT:
@@ -396,12 +396,14 @@ def _ctas_per_sm(signature: Signature, config: GemmConfig) -> int:
     return 2 if 0 < stages_bytes <= HALF_SMEM_BYTES else 1
 
 
-def _step_cycles(signature: Signature, extents: Extents, config: GemmConfig, macs_per_clock: float) -> float:
-    """One k tile of the mainloop: the slower of its tensor cores and its loads."""
+def _step_cycles(
+    signature: Signature, extents: Extents, config: GemmConfig, active: int, sm_count: int, macs_per_clock: float
+) -> float:
+    """One k tile of the mainloop: the slower of its tensor cores and its loads, where `active` CTAs load at once."""
     (tm, tn, tk), (cm, cn), (tiles_m, tiles_n) = config.tile_shape, config.cluster_shape, _grid(extents, config)
     rows, columns = min(tm, extents.M), min(tn, extents.N)
     in_flight = IN_FLIGHT_BYTES_PER_CLOCK * (rows + columns) / (tm + tn)
-    loads = min(SM_BYTES_PER_CLOCK, in_flight)
+    loads = min(SM_BYTES_PER_CLOCK * min(1, sm_count / active), in_flight)
     lines = rows / cn * (1 + FROM_MEMORY * cn / tiles_n) + columns / cm * (1 + FROM_MEMORY * cm / tiles_m)
     return max(tm * tn * tk / macs_per_clock, tk * lines * signature.a.dtype.bytes / loads)
 
