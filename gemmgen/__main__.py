@@ -126,7 +126,8 @@ def cache_verify() -> None:
 _PROBLEM_OPTIONS = (
     click.argument("target", metavar="FILE.py:NAME"),
     click.option("--arch", help="Such as sm90a; by default the GPU's."),
-    click.option("--shape", "shapes", multiple=True, metavar="M,N,K[,L]", help="May be given several times."),
+    click.option("--shape", "--shapes", "shapes", multiple=True, metavar="M,N,K[,L]",
+                 help="May be given several times."),
     click.option("--dtype", default="bf16", show_default=True, help="Of A and B: f32, f16, bf16, e4m3, e5m2, i8."),
     click.option("--layout", type=click.Choice(["nn", "nt", "tn", "tt"]), default="nt", show_default=True,
                  help="n: rows contiguous, t: columns contiguous. A first; nt is x @ weight.t()."),

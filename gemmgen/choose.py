@@ -24,7 +24,7 @@ CLOCK_GHZ = 1.7  # under load
 MACS_PER_CLOCK = 2048  # of one SM, 16-bit inputs
 MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
 SM_BYTES_PER_CLOCK = 44  # what one SM draws of what L2 holds
-FROM_MEMORY = 0.41  # by what share longer it takes for what no other tile has read
+FROM_MEMORY = 0.41  # by what share longer it takes for what no other tile has read: bench/results/ways-h200-3.json
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
 OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what lies beyond M or N
 L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
@@ -65,7 +65,7 @@ PRODUCT_WAIT = 5.0  # of its 8-bit products: 2.0 (1.4 to 2.4) at M of 1 and 16, 
 PRODUCT_WAIT_LEAST_ROWS = 13
 PRODUCT_EPILOGUE_ELEMENTS_PER_CLOCK = 1570  # of the whole device: what cuBLASLt's bias and GELU add to a bare product
 # By how much cuBLASLt's products with a bias, and those with an activation, take longer than this model says, with few
-# rows and with many. The latter beside fused kernels, fitted on bench/results/ways-h200-2.json.
+# rows and with many. The latter beside fused kernels, fitted on bench/results/ways-h200-{2,3}.json.
 PRODUCT_SHORTFALL = (1.0, 1.03)
 ACTIVATION_SHORTFALL = (1.2, 1.08)
 PRODUCT_SHORTFALL_LEAST_ROWS = 1024

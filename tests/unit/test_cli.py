@@ -47,7 +47,7 @@ def test_explain_without_a_shape_prints_the_graph(file):
 
 
 def test_explain_names_the_kernel_of_each_shape(file):
-    result = call("explain", f"{file}:op", "--arch", "sm90a", "--shape", "512,512,512", "--shape", "16,16,17,4")
+    result = call("explain", f"{file}:op", "--arch", "sm90a", "--shape", "512,512,512", "--shapes", "16,16,17,4")
     assert result.exit_code == 0
     assert "(512, 512, 512, 1)" in result.output and "(16, 16, 17, 4)" in result.output
     assert "fused kernel sm90_" in result.output and "not sm90: A is aligned to 2 bytes" in result.output
