@@ -36,7 +36,7 @@ GATHER_CYCLES = 800  # two barriers of a cluster and the latency of its distribu
 START_CYCLES = 1200  # of a CTA that is not persistent: barriers, and memory until the first k tile is there
 STREAM_K_DOUBT = 1.5  # fp8 on an H200: 192 us at 4096^3 where whole tiles took 131
 LARGE_CLUSTERS = 0.92  # of those that the SMs would hold: of 33 clusters of four fewer than 32 are resident at once
-HALF_SMEM_BYTES = 104 * 1024  # stages of one of two CTAs on an SM, beside their epilogues
+SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of an SM, and what each CTA takes beside its own
 SWIZZLES = (1, 2, 4, 8, 16)
 WAVE = 132  # tiles at a time
 MOST_PADDING = 1.02  # tiles that a swizzle may add
@@ -391,9 +391,11 @@ def _resident(signature: Signature, config: GemmConfig, sm_count: int) -> int:
 
 def _ctas_per_sm(signature: Signature, config: GemmConfig) -> int:
     """Small CTAs share an SM in pairs; those that take as many stages as fit do not."""
-    tm, tn, tk = config.tile_shape
-    stages_bytes = (config.stages or 0) * (tm + tn) * tk * signature.a.dtype.bytes
-    return 2 if 0 < stages_bytes <= HALF_SMEM_BYTES else 1
+    if config.stages is None:
+        return 1
+    computed = signature.swapped() if config.swapped else signature
+    need = sm90.smem_bytes(computed, config, config.stages) + RESERVED_SMEM_BYTES
+    return 2 if 2 * need <= SMEM_BYTES else 1
 
 
 def _step_cycles(

@@ -131,6 +131,19 @@ def test_small_ctas_share_an_sm():
     assert time_us(5) < time_us(None)
 
 
+@pytest.mark.parametrize("tiles, is_alone", [(2, False), (3, True)])
+def test_ctas_whose_epilogue_takes_too_much_memory_do_not_share_an_sm(tiles, is_alone):
+    """Of 228 KiB five stages take 100, and each tile in fp32 4, of either CTA."""
+    config = GemmConfig("sm90", (64, 16, 128), (1, 1), "single", stages=5, scheduler="cluster_split", swapped=True)
+
+    def time_us(tiles: int) -> float:
+        inputs = (*BIAS, *(Input(Kind.TILE, DType.F32),) * tiles)
+        value = signature(inputs=inputs, outputs=(Output(Kind.TILE, DType.F32),))
+        return estimate_us(value, extents(16, 10240, 8192), config, SMS)
+
+    assert (time_us(tiles) > 1.1 * time_us(0)) == is_alone
+
+
 def test_fp8_keeps_its_exact_sums_under_long_k_tiles():
     value = signature(DType.E4M3)
     for choice in ranked(value, extents(16, 4096, 4096), SM90, SMS):
