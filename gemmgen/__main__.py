@@ -201,11 +201,13 @@ def tune(target: str, arch: str | None, shapes: tuple[str, ...], rounds: int, **
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
-    """The same as `python -m bench`: gemmgen beside every other way to compute the same. In a checkout only."""
+    """The same as `python -m bench`: gemmgen beside every other way to compute the same. In an editable install."""
     checkout = Path(__file__).resolve().parents[1]
     spec = importlib.util.find_spec("bench")
     if spec is None or Path(spec.origin or "").parent.parent != checkout:
-        raise click.ClickException("the wheel has no benchmarks\n  Clone the repository and run `make bench` there.")
+        raise click.ClickException(
+            "gemmgen is installed without its benchmarks\n  In a checkout, run `python -m bench` or `make bench`."
+        )
     importlib.import_module("bench.__main__").main(list(arguments), prog_name="gemmgen bench")
 
 

@@ -191,6 +191,8 @@ class Gemm:
     ) -> BuiltKernel:
         """Compile ahead of time the kernel that a call with such tensors would run. Needs no GPU.
 
+        That is a call without gradients: what a training step runs is compiled in its first one.
+
         Args:
             A, B, operands: tensors with the shapes, strides and dtypes of the call; `torch.empty(..., device="meta")`
                 does.

@@ -130,7 +130,7 @@ def test_bench_is_the_benchmark_of_the_checkout():
 def test_bench_of_a_wheel_says_where_it_is(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = call("bench", "--quick")
-    assert result.exit_code == 1 and "Clone the repository" in result.output
+    assert result.exit_code == 1 and "python -m bench" in result.output
 
 
 def test_names_of_dtypes():
