@@ -26,7 +26,9 @@ MEMORY_BYTES_PER_CLOCK = 2400  # of the whole device
 SM_BYTES_PER_CLOCK = 44  # what one SM draws of what L2 holds
 FROM_MEMORY = 0.41  # by what share longer it takes for what no other tile has read: bench/results/ways-h200-3.json
 IN_FLIGHT_BYTES_PER_CLOCK = 146  # stages of a whole tile over the latency of memory; a tile beyond M or N has less
-OUTSIDE_BYTES_PER_CLOCK = 4000  # of the whole device, beside its memory: what lies beyond M or N
+# of the whole device, beside its memory: what lies beyond M or N. Fitted to kernels that left it to TMA to fill in; for
+# those that sm90_edges.hpp serves, in ways-h200-3.json, 10000 is as good
+OUTSIDE_BYTES_PER_CLOCK = 4000
 L2_MISSES = 0.1  # share of what a second tile reads of the same rows or columns
 LAUNCH_CYCLES = 4000
 CLEAR_CYCLES = 3000  # of the counters of a kernel that splits K, before its launch
@@ -92,6 +94,9 @@ def reject_reason(signature: Signature, config: GemmConfig, arch: Arch) -> str |
     return REJECT[config.family](signature, config, arch)
 
 
+_SPLITTING = {"cooperative": "stream_k", "single": CLUSTER_SPLIT}  # the schedulers of schedules that split K
+
+
 def _sm90(
     m: int,
     n: int,
@@ -102,15 +107,14 @@ def _sm90(
 ) -> GemmConfig:
     raster = "N" if cluster[0] > 1 else "M" if cluster[1] > 1 else "heuristic"  # neighbours in time share an operand
     config = GemmConfig("sm90", (m, n, 64), cluster, schedule, epilogue, raster=raster)
-    scheduler = CLUSTER_SPLIT if schedule == "single" else "stream_k"
-    return replace(config, scheduler=scheduler, split_k=split_k) if split_k else config
+    return replace(config, scheduler=_SPLITTING[schedule], split_k=split_k) if split_k else config
 
 
 def _swapped(
     m: int, n: int, k: int, schedule: str = "pingpong", split_k: int = 1, stages: int | None = None
 ) -> GemmConfig:
     """A kernel of the swapped problem: `m` columns of D and `n` of its rows a tile."""
-    scheduler = {"cooperative": "stream_k", "single": CLUSTER_SPLIT}.get(schedule, "persistent")
+    scheduler = _SPLITTING.get(schedule, "persistent")
     config = GemmConfig("sm90", (m, n, k), kernel_schedule=schedule, stages=stages, scheduler=scheduler, swapped=True)
     return replace(config, split_k=split_k)
 
@@ -172,7 +176,7 @@ SM90_FURTHER: tuple[GemmConfig, ...] = (
     *(_sm90(128, 256, "cooperative", (2, 1), split_k=split_k) for split_k in (2, 3, 4)),
     # up to 128 rows: one tile for each SM, whose neighbour has the same rows
     *(_sm90(128, n, "cooperative", (1, 2)) for n in (48, 64, 80)),
-    _sm90(64, 128, "single", split_k=2),
+    _sm90(64, 128, "single", split_k=2),  # two SMs for each tile
     _swapped(64, 16, 256, "single", 2),
     _swapped(64, 16, 128, "single", 8),
     _swapped(64, 16, 256),
@@ -393,9 +397,10 @@ def _ctas_per_sm(signature: Signature, config: GemmConfig) -> int:
     """Small CTAs share an SM in pairs; those that take as many stages as fit do not."""
     if config.stages is None:
         return 1
-    computed = signature.swapped() if config.swapped else signature
-    need = sm90.smem_bytes(computed, config, config.stages) + RESERVED_SMEM_BYTES
-    return 2 if 2 * need <= SMEM_BYTES else 1
+    tm, tn, tk = config.tile_shape
+    stages_bytes = config.stages * (tm + tn) * tk * signature.a.dtype.bytes
+    epilogue_bytes = tm * sm90.share_n(config) * _tile_bytes(signature)
+    return 2 if 2 * (stages_bytes + epilogue_bytes + RESERVED_SMEM_BYTES) <= SMEM_BYTES else 1
 
 
 def _step_cycles(

@@ -363,36 +363,23 @@ def _accum_registers(signature: Signature, config: GemmConfig) -> int:
 
 
 def _reject_stages(signature: Signature, config: GemmConfig, arch: Arch) -> str | None:
-    m, n, _ = config.tile_shape
+    m, n, k = config.tile_shape
+    stage_bytes = k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes)
     stages = MIN_STAGES if config.stages is None else config.stages
     if stages < MIN_STAGES:
         return f"stages = {stages}: the pipeline needs at least {MIN_STAGES}"
     exchanged = m * n * signature.accum.bytes if config.scheduler == CLUSTER_SPLIT and config.split_k > 1 else 0
-    staged = stages * _stage_bytes(signature, config)
+    staged = stages * stage_bytes
     if config.stages is not None and staged < exchanged:
         return f"stages = {stages}: {staged} B are too few, the cluster exchanges its sums in {exchanged} B of stages"
-    need = smem_bytes(signature, config, stages)
+    need = staged + _epilogue_bytes(signature, config)
     if need > arch.smem_bytes:
         return f"{stages} stages and the epilogue need about {need} B of shared memory, more than {arch.smem_bytes}"
     return None
 
 
-def smem_bytes(signature: Signature, config: GemmConfig, stages: int) -> int:
-    """About what a CTA with so many stages keeps in shared memory; CUTLASS counts exactly when it compiles.
-
-    Args:
-        signature: of what the kernel computes: that of the swapped problem, where `config` swaps it.
-    """
-    return stages * _stage_bytes(signature, config) + _epilogue_bytes(signature, config)
-
-
-def _stage_bytes(signature: Signature, config: GemmConfig) -> int:
-    m, n, k = config.tile_shape
-    return k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes)
-
-
 def _epilogue_bytes(signature: Signature, config: GemmConfig, columns: int | None = None) -> int:
-    """About what the epilogue keeps in shared memory.
+    """About what the epilogue keeps in shared memory; CUTLASS counts exactly when it compiles.
 
     Args:
         columns: of an epilogue tile, where not those of `config`.
@@ -477,7 +464,8 @@ def default_epilogue_tile(signature: Signature, config: GemmConfig) -> tuple[int
 
 def _stages_beside(signature: Signature, config: GemmConfig, columns: int) -> int:
     """How many stages of the mainloop find room beside an epilogue with tiles of so many columns."""
-    stage_bytes = _stage_bytes(signature, config) + BARRIER_BYTES
+    m, n, k = config.tile_shape
+    stage_bytes = k * (m * signature.a.dtype.bytes + n * signature.b.dtype.bytes) + BARRIER_BYTES
     return (ARCHS["sm90"].smem_bytes - _epilogue_bytes(signature, config, columns)) // stage_bytes
 
 
